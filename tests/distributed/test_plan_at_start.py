@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import logging
 import os
-import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lab.hosts import Hosts, available
-from support import ranks as runner
+from lab.hosts import DEVICE, Hosts, available
 from support.jobs import TINY, finetune, flags, model_config, step_batches
 from support.ranks import RankError, run_ranks
 
 SAMPLES = 16
 """Samples of a step, in eight batches of two."""
-LARGE = 5256
+POSITIONS = 64
+"""Tokens of a sample that is measured, where a model takes no more."""
+LARGE = 1416
 """Vocabulary whose head has the operations of four layers of the tests' model, with as many tokens as it takes."""
+
+
+MEASURING = ("profile_items", "measure_stage", "measure_cluster")
+"""Functions of ``plan_at_start`` that tests replace."""
 
 
 def measure_otherwise(last_rank: str) -> None:
@@ -42,7 +49,8 @@ def measure_otherwise(last_rank: str) -> None:
             raise RuntimeError("out of memory")
         if last_rank == "fails with halves":
             return measured(*args, **kwargs)
-        return [replace(item, forward_s=unit_s, backward_s=2 * unit_s) for item in measured(*args, **kwargs)]
+        found = measured(*args, **kwargs, repeats=1)
+        return [replace(item, forward_s=unit_s, backward_s=2 * unit_s) for item in found]
 
     plan_at_start.profile_items = profile_items  # type: ignore[assignment]
 
@@ -68,7 +76,7 @@ def measure_facts(
     unit_s = 0.01 * (last_takes if os.environ["RANK"] == "1" else 1.0)
 
     def profile_items(*args: Any, **kwargs: Any) -> Any:
-        items = measured(*args, **kwargs)
+        items = measured(*args, **kwargs, repeats=1)
         seconds = [0.0, *[unit_s] * (len(items) - 2), unit_s * head_layers]
         return [replace(item, forward_s=s, backward_s=2 * s) for item, s in zip(items, seconds, strict=True)]
 
@@ -95,7 +103,26 @@ def note_adapters() -> list[bool]:
     return noted
 
 
-def trained(
+@contextlib.contextmanager
+def measuring_as_before() -> Iterator[None]:
+    """However layers and links are measured inside: afterwards as before."""
+    from paceline.runtime import plan_at_start
+
+    before = {name: getattr(plan_at_start, name) for name in MEASURING}
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(plan_at_start, name, function)
+
+
+def trained(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """:func:`_trained`, after which the process measures as it did before."""
+    with measuring_as_before():
+        return _trained(*args, **kwargs)
+
+
+def _trained(
     asked: dict[str, Any],
     layers: int = 4,
     lora: bool | list[str] = False,
@@ -125,8 +152,9 @@ def trained(
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
-    logging.getLogger("paceline").setLevel(logging.INFO)
+    paceline_logger = logging.getLogger("paceline")
+    paceline_logger.addHandler(handler)
+    paceline_logger.setLevel(logging.INFO)
     config = {
         "train_batch_size": SAMPLES,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
@@ -135,7 +163,9 @@ def trained(
         "paceline": {"pipeline": {"stages": "plan"} | asked},
         **changes,
     }
-    more = {"vocab_size": LARGE} if head_layers else {}
+    more: dict[str, Any] = {"max_position_embeddings": POSITIONS}
+    if head_layers:
+        more["vocab_size"] = LARGE
     if isinstance(lora, list):  # adapters may be in the head
         more["tie_word_embeddings"] = False
     model: Any = model_config(family, num_hidden_layers=layers, **more)
@@ -161,6 +191,8 @@ def trained(
             for first in range(0, len(own), size)
         ]
         losses.append(engine.train_batch(iter(batches)).item())
+    paceline_logger.removeHandler(handler)
+    engine.destroy()
     return {
         "shape": (plan.stages, plan.data_parallel),
         "samples": plan.train_batch_size,
@@ -174,6 +206,16 @@ def trained(
     }
 
 
+def all_trained(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """On every rank: :func:`trained` of one case after another."""
+    return [trained(asked, **options) for asked, options in cases]
+
+
+def each(*cases: tuple[dict[str, Any], dict[str, Any]], ranks: int = 2) -> list[dict[str, Any]]:
+    """The result of each case, the same on all ranks."""
+    return [same(list(found)) for found in zip(*run_ranks(all_trained, ranks, cases), strict=True)]
+
+
 def same(found: list[dict[str, Any]]) -> dict[str, Any]:
     """The result that all ranks have, with rank 0's lines."""
     first = found[0]
@@ -184,28 +226,27 @@ def same(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_losses_are_those_of_any_number_of_stages(lora: bool) -> None:
-    planned = same(run_ranks(trained, 2, {}, lora=lora))
+    planned, *given = each(*(({} if n is None else {"stages": n}, {"lora": lora}) for n in (None, 1, 2)))
     assert planned["chosen"]["paceline.pipeline.stages"] == planned["shape"][0]
     assert any(line.startswith("plan: measured in") for line in planned["lines"])
     assert sum(" s a step of " in line for line in planned["lines"]) == 3  # one of two chunks among them
     assert planned["schedule"] == ("1f1b" if planned["shape"][0] == 1 else "adaptive")
     assert planned["with_adapters"] == [lora]
-    for stages in (1, 2):
-        given = same(run_ranks(trained, 2, {"stages": stages}, lora=lora))
-        assert given["lines"] == []
-        assert given["samples"] == planned["samples"] == SAMPLES
-        assert planned["losses"] == pytest.approx(given["losses"], rel=1e-6)
+    for found in given:
+        assert found["lines"] == []
+        assert found["samples"] == planned["samples"] == SAMPLES
+        assert planned["losses"] == pytest.approx(found["losses"], rel=1e-6)
 
 
 def test_what_the_json_says_is_not_chosen() -> None:
-    planned = same(run_ranks(trained, 2, {"schedule": "1f1b", "partition": "uniform"}))
+    asked = ({"schedule": "1f1b", "partition": "uniform"}, {"partition": [0, 3, 6]}, {"schedule": "zbv"})
+    planned, *told = each(*((pipeline, {"bytes_per_s": FAST}) for pipeline in (*asked, {"schedule": "gpipe"})))
     assert any("measured" in line for line in planned["lines"])
     assert (planned["schedule"], planned["method"]) == ("1f1b", "uniform")
-    for pipeline in ({"partition": [0, 3, 6]}, {"schedule": "zbv"}, {"schedule": "gpipe"}):
-        told = same(run_ranks(trained, 2, pipeline))
-        (line,) = told["lines"]
+    for found in told:
+        (line,) = found["lines"]
         assert "this run cannot plan them" in line
-        assert told["shape"] == (2, 1)
+        assert found["shape"] == (2, 1)
 
 
 def test_samples_of_a_step_go_before_speed() -> None:
@@ -233,22 +274,20 @@ FAST, SLOW = 1e12, 2e6
 
 def test_chunks_are_taken_where_links_are_fast() -> None:
     """Two stages whole, or in two chunks a rank; what is learned is the same."""
-    whole = same(run_ranks(trained, 2, {"stages": 2}, **FEW))
     of_chunks = {"stages": 2, "schedule": {"type": "adaptive", "chunks": "plan"}}
-    found = {
-        (name, rate): same(run_ranks(trained, 2, pipeline, bytes_per_s=rate, **FEW))
-        for name, pipeline in (("stages", {}), ("chunks", of_chunks))
-        for rate in (FAST, SLOW)
-    }
-    assert {key: each["chunks"] for key, each in found.items()} == {
+    keys = [(name, rate) for name in ("stages", "chunks") for rate in (FAST, SLOW)]
+    asked = [({} if name == "stages" else of_chunks, FEW | {"bytes_per_s": rate}) for name, rate in keys]
+    whole, *results = each(({"stages": 2}, FEW), *asked)
+    found = dict(zip(keys, results, strict=True))
+    assert {key: one["chunks"] for key, one in found.items()} == {
         **{("stages", FAST): 2, ("stages", SLOW): None},
         **{("chunks", FAST): 2, ("chunks", SLOW): None},
     }
-    for (name, rate), each in found.items():
-        assert (each["shape"], each["schedule"]) == ((2, 1), "adaptive")
-        assert each["losses"] == pytest.approx(whole["losses"], rel=1e-6)
-        assert any(line.startswith("plan: 2 stages of 2 chunks: ") for line in each["lines"])
-        chosen = {key.rpartition(".")[2] for key in each["chosen"]}
+    for (name, rate), one in found.items():
+        assert (one["shape"], one["schedule"]) == ((2, 1), "adaptive")
+        assert one["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+        assert any(line.startswith("plan: 2 stages of 2 chunks: ") for line in one["lines"])
+        chosen = {key.rpartition(".")[2] for key in one["chosen"]}
         assert ("stages" in chosen) == (name == "stages")
         assert ("chunks" in chosen) == (name == "chunks" or rate == FAST)
 
@@ -256,8 +295,8 @@ def test_chunks_are_taken_where_links_are_fast() -> None:
 def test_where_the_json_leaves_no_choice_of_chunks() -> None:
     """A schedule that is written says how many; layers must be enough; what is recomputed leaves too much for later."""
     recomputed = {"pipeline": {"activation_checkpoint_interval": 1}}
-    for pipeline, changes in (({"schedule": "adaptive"}, {}), ({}, {"layers": 3}), ({}, recomputed)):
-        found = same(run_ranks(trained, 2, pipeline, bytes_per_s=FAST, **FEW, **changes))
+    cases = (({"schedule": "adaptive"}, {}), ({}, {"layers": 3}), ({}, recomputed))
+    for found in each(*((pipeline, FEW | {"bytes_per_s": FAST} | changes) for pipeline, changes in cases)):
         assert found["chunks"] is None
         assert not any("chunks" in line for line in found["lines"])
 
@@ -268,33 +307,36 @@ HALVES = "paceline.pipeline.half_layers"
 @pytest.mark.parametrize("lora", [False, True])
 def test_stages_end_within_layers_where_that_is_faster(lora: bool) -> None:
     """Three layers in two stages: two and one, or one and a half each. What is learned is the same."""
-    asks, facts = {"stages": 2, "half_layers": "plan"}, {"bytes_per_s": FAST, "lora": lora}
-    whole = same(run_ranks(trained, 2, {"stages": 2}, layers=3, lora=lora))
-    found = same(run_ranks(trained, 2, asks, layers=3, **facts))
+    asks, facts = {"stages": 2, "half_layers": "plan"}, {"layers": 3, "bytes_per_s": FAST, "lora": lora}
+    whole, found, even = each(
+        ({"stages": 2}, {"layers": 3, "lora": lora}), (asks, facts), (asks, facts | {"layers": 4})
+    )
     assert found["chosen"][HALVES] is True
     assert (found["schedule"], found["chunks"]) == (whole["schedule"], whole["chunks"]), "halves alone are planned"
     assert found["losses"] == whole["losses"]
     (line,) = (line for line in found["lines"] if line.startswith("plan: 2 stages: "))
     assert line.endswith(", cut within layers")
     assert found["with_adapters"] == [lora, lora]
-    even = same(run_ranks(trained, 2, asks, layers=4, **facts))
     assert even["chosen"][HALVES] is False
     assert even["with_adapters"] == [lora], "halves need not be measured"
     if not lora:
-        unasked = same(run_ranks(trained, 2, {}, layers=3, **facts))
+        fit = asks | {"recompute": "fit"}
+        unasked, fitting, both, failed = each(
+            ({}, facts),
+            (fit, facts),
+            ({"half_layers": "plan"}, facts),
+            (asks, facts | {"last_rank": "fails with halves"}),
+        )
         assert HALVES not in unasked["chosen"], "stages alone were to be planned"
-        fitting = same(run_ranks(trained, 2, asks | {"recompute": "fit"}, layers=3, **facts))
         assert fitting["chosen"][HALVES] is True, "where nothing needs to be recomputed"
         assert fitting["losses"] == whole["losses"]
         limit = 0.95 * min(float(line.partition(" GiB")[0].split()[-1]) for line in fitting["lines"] if " GiB" in line)
-        short = same(run_ranks(trained, 2, asks | {"recompute": "fit"}, layers=3, device_bytes=limit * 2**30, **facts))
+        (short,) = each((fit, facts | {"device_bytes": limit * 2**30}))
         assert short["chosen"][HALVES] is True
         assert any(" recomputed layers, cut within layers" in line for line in short["lines"]), short["lines"]
         assert short["losses"] == whole["losses"]
-        both = same(run_ranks(trained, 2, {"half_layers": "plan"}, layers=3, **facts))
         assert both["chosen"][HALVES] is True, "beside the stages"
         assert both["losses"] == pytest.approx(whole["losses"], rel=1e-6)
-        failed = same(run_ranks(trained, 2, asks, layers=3, last_rank="fails with halves", **facts))
         assert failed["chosen"][HALVES] is False
         assert any("rank 1 failed while measuring halves of layers" in line for line in failed["lines"])
         assert failed["losses"] == whole["losses"]
@@ -305,43 +347,43 @@ SLICES = "paceline.pipeline.head_slices"
 
 def test_stages_share_the_head_where_that_is_faster() -> None:
     """Two layers and a head worth four of them in two stages: two and four, or three each. The same is learned."""
-    asks, facts = {"stages": 2, "head_slices": "plan"}, {"layers": 2, "bytes_per_s": FAST}
-    whole, small = (same(run_ranks(trained, 2, {"stages": 2}, layers=2, head_layers=layers)) for layers in (4.0, 0.0))
-    found = same(run_ranks(trained, 2, asks, head_layers=4.0, **facts))
+    asks, facts = {"stages": 2, "head_slices": "plan"}, {"layers": 2, "head_layers": 4.0, "bytes_per_s": FAST}
+    with_lora = facts | {"lora": True}
+    whole, small, found, adapted, as_whole, even, unasked, halved = each(
+        ({"stages": 2}, {"layers": 2, "head_layers": 4.0}),
+        ({"stages": 2}, {"layers": 2}),
+        (asks, facts),
+        (asks, with_lora),
+        (asks | {"head_slices": 1}, with_lora),
+        (asks, facts | {"head_layers": 0.0}),
+        ({}, facts),
+        (asks | {"half_layers": "plan"}, facts | {"layers": 3, "head_layers": 4.5}),
+    )
     assert found["chosen"][SLICES] == 16
     assert found["losses"] == pytest.approx(whole["losses"], rel=1e-6)
     (line,) = (line for line in found["lines"] if line.startswith("plan: 2 stages: "))
     assert line.endswith(", the head in 16 slices")
-    with_lora = {"lora": True, "head_layers": 4.0, **facts}
-    adapted, as_whole = (same(run_ranks(trained, 2, asks | {"head_slices": n}, **with_lora)) for n in ("plan", 1))
     assert adapted["chosen"][SLICES] == 16
     assert adapted["losses"] == pytest.approx(as_whole["losses"], rel=1e-6)
-    even = same(run_ranks(trained, 2, asks, **facts))
     assert even["chosen"][SLICES] == 1
     assert even["losses"] == small["losses"]
-    unasked = same(run_ranks(trained, 2, {}, head_layers=4.0, **facts))
     assert SLICES not in unasked["chosen"], "stages alone were to be planned"
-    both = asks | {"half_layers": "plan"}
-    found = same(run_ranks(trained, 2, both, layers=3, head_layers=4.5, bytes_per_s=FAST))
-    assert (found["chosen"][SLICES], found["chosen"][HALVES]) == (16, False), "3.75 layers each without halves"
+    assert (halved["chosen"][SLICES], halved["chosen"][HALVES]) == (16, False), "3.75 layers each without halves"
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
+def test_a_head_that_cannot_be_cut_stays_whole() -> None:
+    asks, facts = {"stages": 2, "head_slices": "plan"}, {"layers": 2, "head_layers": 4.0, "bytes_per_s": FAST}
+    reasons: list[tuple[dict[str, Any], str]] = [
         ({"lora": ["q_proj", "lm_head"]}, "adapters are in the head"),
         ({"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}}, "not elementwise"),
         ({"last_takes": 3.0}, ""),
         ({"family": "mixtral"}, "output_router_logits"),
-    ],
-)
-def test_a_head_that_cannot_be_cut_stays_whole(changes: dict[str, Any], why: str) -> None:
-    asks = {"stages": 2, "head_slices": "plan"}
-    facts = {"head_layers": 4.0, "bytes_per_s": FAST} | changes
-    found = same(run_ranks(trained, 2, asks, layers=2, **facts))
-    assert found["chosen"].get(SLICES, 1) == 1
-    assert any("not with slices" in line for line in found["lines"]) == bool(why)
-    assert all(why in line for line in found["lines"] if "not with slices" in line)
+    ]
+    for (_, why), found in zip(reasons, each(*((asks, facts | changes) for changes, _ in reasons)), strict=True):
+        assert found["chosen"].get(SLICES, 1) == 1
+        said = [line for line in found["lines"] if "not with slices" in line]
+        assert bool(said) == bool(why), why
+        assert all(why in line for line in said), said
 
 
 def test_layers_that_cannot_be_cut_stay_whole() -> None:
@@ -355,24 +397,23 @@ def test_layers_that_cannot_be_cut_stay_whole() -> None:
 
 def test_where_nothing_fits_layers_are_recomputed() -> None:
     """Unasked then only, and as few as it takes."""
-    recomputed = {"pipeline": {"activation_checkpoint_interval": 1}}
+    facts, recomputed = FEW | {"bytes_per_s": FAST}, {"pipeline": {"activation_checkpoint_interval": 1}}
 
     def least_bytes(lines: list[str]) -> float:
         return min(float(line.split()[-2]) for line in lines if line.endswith(" GiB")) * 2**30
 
-    plain, again = (same(run_ranks(trained, 2, {}, bytes_per_s=FAST, **FEW, **more)) for more in ({}, recomputed))
+    plain, again = each(({}, facts), ({}, facts | recomputed))
     limit = (least_bytes(plain["lines"]) + least_bytes(again["lines"])) / 2
-    found = same(run_ranks(trained, 2, {}, bytes_per_s=FAST, device_bytes=limit, **FEW))
+    short = facts | {"device_bytes": limit}
+    found, fits, nothing = each(({}, short), ({}, short | recomputed), ({}, facts | {"device_bytes": 1e4}))
     assert found["shape"] == (2, 1)
     assert found["losses"] == pytest.approx(plain["losses"], rel=1e-6)
     assert "paceline.pipeline.recompute" in found["chosen"]
     (line,) = (line for line in found["lines"] if line.startswith("plan: 2 stages: "))
     assert line.endswith(" recomputed layers")
     assert 0 < int(line.split()[-3]) < 4, "not all four"
-    fits = same(run_ranks(trained, 2, {}, bytes_per_s=FAST, device_bytes=limit, **FEW, **recomputed))
     assert not any("recomputed" in line for line in fits["lines"]), "all are, as asked"
     assert not any("recomputed" in line for line in plain["lines"])
-    nothing = same(run_ranks(trained, 2, {}, bytes_per_s=FAST, device_bytes=1e4, **FEW))
     assert (nothing["shape"], nothing["schedule"]) == ((2, 1), "1f1b"), "as if it had not been planned"
     assert "paceline.pipeline.recompute" not in nothing["chosen"]
 
@@ -386,10 +427,13 @@ def test_a_run_that_cannot_be_measured_starts_without_a_plan() -> None:
 
 def test_stages_go_by_speed_where_devices_are_unequal() -> None:
     """Replicas would wait for the slow one; nobody asked for a partition."""
-    found = same(run_ranks(trained, 2, {}, last_rank="is slow"))
+    found, told = each(({}, {"last_rank": "is slow"}), ({"partition": "uniform", "stages": 2}, {}))
     assert (found["shape"], found["schedule"], found["method"]) == ((2, 1), "adaptive", "hetero")
-    told = same(run_ranks(trained, 2, {"partition": "uniform", "stages": 2}))
     assert found["losses"] == pytest.approx(told["losses"], rel=1e-6)
+
+
+AT_ONCE = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+"""A job's flags, whose start is of interest."""
 
 
 def test_jobs_are_planned(tmp_path: Path) -> None:
@@ -397,8 +441,8 @@ def test_jobs_are_planned(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"paceline": {"pipeline": {"stages": "plan"}}}))
     text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the question\n" * 4000)
-    trains = {"max_steps": 2, "train_file": text, "deepspeed": config}
+    text.write_text("to be or not to be, that is the question\n" * 400)
+    trains = AT_ONCE | {"train_file": text, "deepspeed": config}
     model = {name: value for name, value in TINY.items() if name not in ("model_type", "config_overrides")}
     adapters = model | {"model_name_or_path": tmp_path / "whole", "use_peft": True}
     for name, values in (("whole", TINY), ("adapters", adapters)):
@@ -412,7 +456,10 @@ def job_that_finds(fastest: int, argv: list[str], last_rank: str = "", chunks: i
     """On every rank: the job, where measuring shows that ``fastest`` stages are, of so many ``chunks``."""
     from paceline.runtime import plan_at_start
 
-    measure_otherwise(last_rank)
+    if last_rank:
+        measure_otherwise(last_rank)
+    else:
+        measure_facts(FAST, None)
 
     def choose(options: Any, usual: Any) -> Any:
         return next(option for option in options if option.shape == (fastest, chunks))
@@ -427,76 +474,56 @@ def test_a_job_says_that_replicas_wait_for_a_slow_one(tmp_path: Path, asks: bool
     section = {"pipeline": {"unequal_replicas": {}}} if asks else {"pipeline": {}}
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"paceline": section}))
-    argv = flags(**TINY | {"max_steps": 1, "output_dir": tmp_path / "out", "deepspeed": config})
+    argv = flags(**TINY | AT_ONCE | {"output_dir": tmp_path / "out", "deepspeed": config})
     (code, said), _ = run_ranks(job_that_finds, 2, 1, argv, "is slow")
     assert code == 0, said
     assert ('"unequal_replicas": {} in "pipeline" gives them shares' in said) != asks
 
 
-def test_a_job_keeps_its_plan_when_it_goes_on(tmp_path: Path) -> None:
-    """In every bit, though another number of stages is the fastest by then; planned anew only when asked."""
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the question\n" * 4000)
+GOES_ON = {"resume_from_checkpoint": "true"}
+FOUR_STEPS = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "lr_scheduler_type": "constant"}
 
-    def run(output: str, fastest: int, **changes: Any) -> tuple[int, str]:
-        """Stages that the job had, and what it said."""
-        sizes = {"max_steps": 4, "save_steps": 1, "logging_steps": 1, "lr_scheduler_type": "constant"}
-        argv = flags(**TINY | sizes | {"train_file": text, "output_dir": tmp_path / output} | changes)
-        found = run_ranks(job_that_finds, 2, fastest, argv)
+
+def losses_of(output: Path) -> list[float]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_a_job_keeps_its_plan_when_it_goes_on(tmp_path: Path) -> None:
+    """In every bit, though other stages are the fastest by then; planned anew only when asked, and with the states of
+    the optimizer then."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 400)
+
+    def run(output: str, fastest: tuple[int, int], **changes: Any) -> tuple[int, str]:
+        """Stages that the job had, and what it said, where so many stages and chunks are the fastest."""
+        argv = flags(**TINY | FOUR_STEPS | {"train_file": text, "output_dir": tmp_path / output} | changes)
+        found = run_ranks(job_that_finds, 2, fastest[0], argv, chunks=fastest[1])
         assert [code for code, _ in found] == [0, 0], found
         return json.loads((tmp_path / output / "report.json").read_text())["run"]["stages"], found[0][1]
 
-    def losses(output: str) -> list[float]:
-        lines = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
-        return [line["loss"] for line in lines if "loss" in line]
-
-    assert run("whole", 1)[0] == 1
-    assert run("parts", 1, max_steps=2)[0] == 1
-    more = {"resume_from_checkpoint": "true"}
-    for steps in (3, 4):  # the choice is kept once more
-        stages, said = run("parts", 2, **more, max_steps=steps)
-        assert stages == 1
-        assert "the run goes on as before the checkpoint, with 1 stage x 2 replicas" in said
-    assert losses("parts") == losses("whole")
-    stages, said = run("parts", 2, **more, max_steps=5, replan="true")
-    assert (stages, "as before the checkpoint" in said) == (2, False)
+    chunks, replicas = (2, 2), (1, 1)
+    kept = "the run goes on as before the checkpoint, with 2 stages of 2 chunks: "
+    assert run("whole", chunks)[0] == 2
+    stages, said = run("parts", replicas, resume_from_checkpoint=tmp_path / "whole" / "checkpoint-2")
+    assert stages == 2
+    assert kept in said
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")[2:]
+    assert kept in run("parts", replicas, **GOES_ON, max_steps=6)[1], "the choice is kept once more"
+    after_four = {"resume_from_checkpoint": tmp_path / "whole" / "checkpoint-4"}
+    stages, said = run("anew", replicas, **after_four, max_steps=5, replan="true")
+    assert (stages, "as before the checkpoint" in said) == (1, False)
+    stages, said = run("anew", chunks, **GOES_ON, max_steps=6)
+    assert stages == 1
+    assert "the run goes on as before the checkpoint, with 1 stage x 2 replicas" in said
+    assert losses_of(tmp_path / "anew") == pytest.approx(losses_of(tmp_path / "parts")[2:], rel=1e-6)
     told = tmp_path / "told.json"
     told.write_text(json.dumps({"paceline": {"pipeline": {"stages": 2}}}))
-    assert run("told", 1, max_steps=1, deepspeed=told)[0] == 2
-    stages, said = run("told", 1, max_steps=2, **more)  # the JSON no longer says so, but the run has begun so
+    assert run("told", replicas, max_steps=1, deepspeed=told)[0] == 2
+    stages, said = run("told", replicas, max_steps=2, **GOES_ON)  # the JSON no longer says so, but the run began so
     assert stages == 2
     assert "2 stages, as before the checkpoint" in said
     assert "plan: measured" not in said
-
-
-def test_a_job_keeps_its_chunks_when_it_goes_on(tmp_path: Path) -> None:
-    """In every bit; and goes on with another number, optimizer states and all, when it is planned anew."""
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the question\n" * 4000)
-
-    def run(output: str, chunks: int, **changes: Any) -> str:
-        """What the job said."""
-        sizes = {"max_steps": 4, "save_steps": 1, "logging_steps": 1, "lr_scheduler_type": "constant"}
-        argv = flags(**TINY | sizes | {"train_file": text, "output_dir": tmp_path / output} | changes)
-        found = run_ranks(job_that_finds, 2, 2, argv, chunks=chunks)
-        assert [code for code, _ in found] == [0, 0], found
-        return found[0][1]
-
-    def losses(output: str) -> list[float]:
-        lines = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
-        return [line["loss"] for line in lines if "loss" in line]
-
-    run("whole", 2)
-    run("parts", 2, max_steps=2)
-    more = {"resume_from_checkpoint": "true"}
-    said = run("parts", 1, **more)
-    assert "the run goes on as before the checkpoint, with 2 stages of 2 chunks: " in said
-    assert losses("parts") == losses("whole")
-    said = run("parts", 1, **more, max_steps=5, replan="true")
-    assert "as before the checkpoint" not in said
-    run("parts", 2, **more, max_steps=6, replan="true")
-    run("whole", 1, **more, max_steps=6)
-    assert losses("parts") == pytest.approx(losses("whole"), rel=1e-6)
 
 
 def job_on_fast_links(argv: list[str], head_layers: float = 0.0) -> tuple[int, str]:
@@ -508,7 +535,7 @@ def job_on_fast_links(argv: list[str], head_layers: float = 0.0) -> tuple[int, s
 def test_a_job_keeps_its_halves_of_layers_when_it_goes_on(tmp_path: Path) -> None:
     """In every bit, though nothing is said of them; and goes on in whole layers where the JSON says so."""
     text, silent, whole = (tmp_path / name for name in ("text.txt", "silent.json", "whole.json"))
-    text.write_text("to be or not to be, that is the question\n" * 4000)
+    text.write_text("to be or not to be, that is the question\n" * 400)
     sizes = {"train_batch_size": SAMPLES, "train_micro_batch_size_per_gpu": 2}
     batch = sizes | {"zero_optimization": {"stage": 1}}  # whose exchange would take replicas hours
     silent.write_text(json.dumps(batch))
@@ -517,39 +544,31 @@ def test_a_job_keeps_its_halves_of_layers_when_it_goes_on(tmp_path: Path) -> Non
 
     def run(output: str, **changes: Any) -> str:
         """The job's output."""
-        sizes = {"max_steps": 4, "save_steps": 1, "logging_steps": 1, "lr_scheduler_type": "constant"}
         files = {"train_file": text, "deepspeed": silent, "output_dir": tmp_path / output}
-        found = run_ranks(job_on_fast_links, 2, flags(**TINY | three | sizes | files | changes))
+        found = run_ranks(job_on_fast_links, 2, flags(**TINY | three | FOUR_STEPS | files | changes))
         assert [code for code, _ in found] == [0, 0], found
         return found[0][1]
 
-    def losses(output: str) -> list[float]:
-        lines = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
-        return [line["loss"] for line in lines if "loss" in line]
-
-    more = {"resume_from_checkpoint": "true"}
     assert "paceline.pipeline.half_layers = true (" in run("halves")
     for output, changes in (("parts", {}), ("other", {"deepspeed": whole})):
-        assert "paceline.pipeline.half_layers = true (" in run(output, max_steps=2)
-        said = run(output, **more, **changes)
+        said = run(output, resume_from_checkpoint=tmp_path / "halves" / "checkpoint-2", **changes)
         assert ("paceline.pipeline.half_layers = true (as before" in said) == (output == "parts")
-    assert losses("parts") == losses("other") == losses("halves")
+        assert losses_of(tmp_path / output) == losses_of(tmp_path / "halves")[2:]
 
 
 def test_a_job_shares_the_head_unasked_and_keeps_that(tmp_path: Path) -> None:
     """Where the head is worth more than a stage of layers. A prompt can be completed all the same."""
     text, silent = tmp_path / "text.txt", tmp_path / "silent.json"
-    text.write_text("to be or not to be, that is the question\n" * 4000)
+    text.write_text("to be or not to be, that is the question\n" * 400)
     sizes = {"train_batch_size": SAMPLES, "train_micro_batch_size_per_gpu": 2}
     silent.write_text(json.dumps(sizes | {"zero_optimization": {"stage": 1}}))
 
     def run(output: str, **changes: Any) -> str:
         """The job's output."""
-        sizes = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "lr_scheduler_type": "constant"}
         files = {"train_file": text, "deepspeed": silent, "output_dir": tmp_path / output}
         three = TINY["config_overrides"].replace("num_hidden_layers=4", "num_hidden_layers=3")
-        model = {"config_overrides": f"{three},vocab_size={8 * LARGE}"}
-        found = run_ranks(job_on_fast_links, 2, flags(**TINY | model | sizes | files | changes), 8.0)
+        model = {"config_overrides": f"{three},vocab_size=42048"}  # worth more than all layers
+        found = run_ranks(job_on_fast_links, 2, flags(**TINY | model | FOUR_STEPS | files | changes), 8.0)
         assert [code for code, _ in found] == [0, 0], found
         return found[0][1]
 
@@ -557,46 +576,59 @@ def test_a_job_shares_the_head_unasked_and_keeps_that(tmp_path: Path) -> None:
     said = run("slices", max_steps=2, **completed)
     assert "paceline.pipeline.head_slices = 16 (" in said
     assert "step 2: 'to be' continues as" in said
-    assert "paceline.pipeline.head_slices = 16 (as before" in run("slices", resume_from_checkpoint="true")
+    assert "paceline.pipeline.head_slices = 16 (as before" in run("slices", max_steps=3, **GOES_ON)
 
 
-SCRIPT = """
-import json
-from dataclasses import replace
-import torch
-import paceline
-from paceline.runtime import plan_at_start
-from support.jobs import model_config
+CLONE_NEWNET = 0x40000000
 
-measured = plan_at_start.profile_items
-plan_at_start.profile_items = lambda *args, **kwargs: [
-    replace(item, forward_s=0.04, backward_s=0.06) for item in measured(*args, **kwargs)]
-sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 128}
-config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 8,
-          "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-          "zero_optimization": {"stage": 1}, "paceline": {"pipeline": {"stages": "plan", "partition": "uniform"}}}
-model = model_config(num_hidden_layers=3, max_position_embeddings=64, **sizes)
-engine, *_ = paceline.initialize(model=model, config=config)
-ids = torch.zeros(engine.plan.micro_batch_size, 64, dtype=torch.int64)
-engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * engine.plan.micro_batches))
-print("planned " + json.dumps([engine.plan.stages, engine.plan.data_parallel]), flush=True)
-"""
+
+def planned_on_hosts(holders: Sequence[int], address: str) -> tuple[int, int]:
+    """On every rank, from now on in the network of a host of its own: the stages and replicas that are planned.
+
+    What layers take is given, and the partition: they would go after how busy the machine's cores are.
+
+    Args:
+        holders: processes that are in the networks.
+    """
+    import torch
+
+    import paceline
+    from paceline.runtime import plan_at_start
+
+    with open(f"/proc/{holders[int(os.environ['RANK'])]}/ns/net") as network:
+        assert ctypes.CDLL(None, use_errno=True).setns(network.fileno(), CLONE_NEWNET) == 0, os.strerror(
+            ctypes.get_errno()
+        )
+    os.environ.update(MASTER_ADDR=address, GLOO_SOCKET_IFNAME=DEVICE)
+    measured = plan_at_start.profile_items
+
+    def profile_items(*args: Any, **kwargs: Any) -> Any:
+        return [replace(item, forward_s=0.04, backward_s=0.06) for item in measured(*args, **kwargs)]
+
+    plan_at_start.profile_items = profile_items  # type: ignore[assignment]
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 128}
+    config = {
+        **{"train_batch_size": SAMPLES, "train_micro_batch_size_per_gpu": 8},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 1},
+        "paceline": {"pipeline": {"stages": "plan", "partition": "uniform"}},
+    }
+    model = model_config(num_hidden_layers=3, max_position_embeddings=64, **sizes)
+    engine, *_ = paceline.initialize(model=model, config=config)
+    ids = torch.zeros(engine.plan.micro_batch_size, 64, dtype=torch.int64)
+    engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * engine.plan.micro_batches))
+    return engine.plan.stages, engine.plan.data_parallel
 
 
 @pytest.mark.skipif(bool(available()), reason=available())
-def test_links_decide(tmp_path: Path) -> None:
+def test_links_decide() -> None:
     """Two micro-batches of three layers in two stages take twice as long as one micro-batch on each of two replicas,
-    unless gradients take seconds to be summed.
-
-    What layers take is given, and the partition: they would go after how busy the machine's cores are.
-    """
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    support = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+    unless gradients take seconds to be summed."""
     shapes = []
     for mbit in (None, 10):
         with Hosts(2, mbit=mbit) as hosts:
-            outputs = hosts.run([sys.executable, str(script)], env=support, timeout=runner.PATIENCE_S)
-        (line,) = {line for output in outputs for line in output.splitlines() if line.startswith("planned ")}
-        shapes.append(json.loads(line.removeprefix("planned ")))
-    assert shapes == [[1, 2], [2, 1]]
+            holders = [host.pid for host in hosts._hosts]
+            (shape, other) = run_ranks(planned_on_hosts, 2, holders, hosts.addresses[0])
+        assert shape == other
+        shapes.append(shape)
+    assert shapes == [(1, 2), (2, 1)]
