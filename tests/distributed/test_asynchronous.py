@@ -26,7 +26,7 @@ from support.jobs import model_config, step_batches
 from support.limited_steps import step_limited
 from support.ranks import run_ranks
 
-STEPS = 10
+STEPS = 8
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}
 """With a larger epsilon than usual: Adam turns the rounding of gradients near it into steps of the learning rate."""
 AHEAD = {"nesterov": 0.9, "error_feedback": 1.0}
@@ -312,17 +312,12 @@ def run(case: Case, table: dict[str, Case]) -> list[dict[str, Any]]:
 NARROW = torch.float32
 FLUSHED = {
     "two, fp64": Case(2, 4, clipping=0.5, tied=True),
-    "two, fp32": Case(2, 4, clipping=0.5, tied=True, dtype=NARROW),
     "two, two replicas, fp64": Case(2, 4, replicas=2, clipping=0.5),
     "four, two rounds, fp64": Case(4, 8, clipping=0.5, tied=True),
     "four, by mirror, fp64": Case(4, 4, owners="mirror", iterator_a_step=True),
-    "four, by mirror, fp32": Case(4, 4, owners="mirror", iterator_a_step=True, dtype=NARROW),
-    "eight, fp64": Case(8, 8, clipping=0.5),
-    "eight, fp32": Case(8, 8, clipping=0.5, dtype=NARROW),
 }
 SHARED = Case(2, 4, replicas=2, family="mixtral", sharing=2, dtype=NARROW, steps=5)
 FLUSHED |= {
-    "two, shared experts, fp32": replace(SHARED, directions=2),
     "two, shared experts, by mirror, fp32": replace(SHARED, owners="mirror", clipping=0.5, recompute=True),
 }
 FLUSHED = {name: replace(case, staleness=0, steps=3) for name, case in FLUSHED.items()}
@@ -354,25 +349,24 @@ FOLLOWED = {
     "two, two rounds, ragged": Case(2, 4, clipping=0.5, tied=True, data="ragged", flushes=some_steps(0)),
     "two, two replicas": Case(2, 4, replicas=2, clipping=0.5, tied=True, flushes=some_steps(1)),
     "four": Case(4, 4, clipping=0.5, tied=True, data="ragged", flushes=some_steps(2)),
-    "four, two rounds, by mirror": Case(4, 8, owners="mirror", recompute=True, flushes=some_steps(3)),
-    "four, by mirror": Case(4, 4, owners="mirror", clipping=0.5, tied=True, iterator_a_step=True),
+    "four, two rounds, by mirror": Case(
+        4, 8, owners="mirror", recompute=True, clipping=0.5, tied=True, iterator_a_step=True, flushes=some_steps(3)
+    ),
     "four, experts": Case(4, 4, family="mixtral", steps=4, dtype=NARROW),
-    "four, uneven": Case(4, 4, tied=True, steps=8, partition=(0, 1, 3, 5, 6)),
-    "four, Nesterov's weights": Case(4, 4, owners="mirror", steps=8, correction="nesterov"),
+    "four, uneven": Case(4, 4, tied=True, steps=6, partition=(0, 1, 3, 5, 6)),
     "two, errors fed back": Case(2, 2, replicas=2, steps=8, correction="error_feedback", warm_in_steps=5),
     "two, limited": Case(2, 4, replicas=2, tied=True, steps=6, limits=(0.01, 0.02, 0.04), flushes=(2,)),
-    "four, limited, Nesterov's weights": Case(4, 4, steps=6, limits=(0.01, 0.02, 0.05), correction="nesterov"),
+    "four, by mirror, limited, Nesterov's weights": Case(
+        4, 4, owners="mirror", steps=6, limits=(0.01, 0.02, 0.05), correction="nesterov"
+    ),
     "two, shared experts": replace(SHARED, clipping=0.5, flushes=(2,)),
-    "two, there and back, shared experts": replace(SHARED, directions=2, flushes=(1,)),
-    "two, there and back, shared experts, by mirror": replace(SHARED, directions=2, owners="mirror", clipping=0.5),
+    "two, there and back, shared experts, by mirror": replace(
+        SHARED, directions=2, owners="mirror", clipping=0.5, flushes=(1,)
+    ),
     "two, pairs of replicas share experts": replace(SHARED, micro_batches=2, replicas=4, directions=2, steps=4),
-    "eight": Case(8, 8, owners="mirror", clipping=0.5, steps=3),
+    "eight, by mirror": Case(8, 8, owners="mirror", clipping=0.5, steps=3),
     "two, there and back": Case(2, 4, directions=2, clipping=0.5, tied=True, data="ragged", steps=8, flushes=(0, 4)),
-    "four, there and back": Case(4, 8, directions=2, clipping=0.5, steps=4),
     "six, there and back": Case(6, 12, clipping=0.5, tied=True, data="ragged", steps=5, flushes=(2,)),
-    "six, by mirror": Case(6, 6, owners="mirror", directions=2, steps=4),
-    "eight, there and back": Case(8, 8, directions=2, clipping=0.5, steps=3),
-    "ten, there and back": Case(10, 10, clipping=0.5, steps=2),
     "one direction, an update a round": Case(4, 4, "one_direction", clipping=0.5, flushes=some_steps(4)),
     "one direction, two updates a round": Case(4, 2, "one_direction", tied=True, recompute=True, data="ragged"),
     "one direction, limited": Case(
@@ -381,6 +375,8 @@ FOLLOWED = {
     "one direction, shared experts": replace(SHARED, micro_batches=3, type="one_direction", clipping=0.5, flushes=(1,)),
     "one direction, two replicas": Case(2, 3, "one_direction", replicas=2, clipping=0.5, flushes=some_steps(5)),
 }
+FOLLOWED = dict(sorted(FOLLOWED.items(), key=lambda item: item[1].devices * item[1].replicas))
+"""Cases of as many ranks beside each other: they are likely to be the same worker's."""
 IN_EVERY_BIT = {
     "two": Case(2, 4, dtype=NARROW, steps=8),
     "four": Case(4, 8, dtype=NARROW, steps=8),
@@ -390,10 +386,12 @@ IN_EVERY_BIT = {
 
 @pytest.mark.parametrize("case", FOLLOWED.values(), ids=FOLLOWED.keys())
 def test_follows_the_emulator(case: Case) -> None:
-    """Losses of all steps and all parameters."""
+    """Losses of all steps and all parameters; and states are with their owners and with nobody else."""
     wanted = emulate(case, case.flushes)
     assert not case.clipping or min(wanted["norms"]) > case.clipping, "nothing is clipped"
-    assert_follows(case, run(case, FOLLOWED), wanted, TOLERANCES[case.dtype])
+    ranks = run(case, FOLLOWED)
+    assert_follows(case, ranks, wanted, TOLERANCES[case.dtype])
+    assert_owned(case, [rank["owned"] for rank in ranks])
 
 
 @pytest.mark.parametrize("case", IN_EVERY_BIT.values(), ids=IN_EVERY_BIT.keys())
@@ -414,10 +412,8 @@ def owners_of(case: Case, stage: int) -> set[int]:
     return {device * case.replicas + replica for device in devices for replica in range(case.replicas)}
 
 
-@pytest.mark.parametrize("case", FOLLOWED.values(), ids=FOLLOWED.keys())
-def test_states_are_with_their_owners_and_with_nobody_else(case: Case) -> None:
+def assert_owned(case: Case, found: list[dict[str, Any]]) -> None:
     """Every row has one owner, which is one of its stage's, and the optimizer keeps nothing of other rows."""
-    found = [rank["owned"] for rank in run(case, FOLLOWED)]
     own = cut(case.model(), case.devices, boundaries=case.layers, dtype=case.dtype)
     wanted: dict[str, tuple[int, set[int]]] = {}
     for stage in reversed(range(case.devices)):  # a weight that two share is the first one's
@@ -436,9 +432,9 @@ def test_states_are_with_their_owners_and_with_nobody_else(case: Case) -> None:
 
 def test_other_weights_would_be_noticed() -> None:
     """A run with a flush a step, and one without those that there are, are far from what the tests above compare."""
-    case = FOLLOWED["four"]
-    ranks = run(case, FOLLOWED)
-    for flushes in (range(STEPS), ()):
-        other = emulate(case, flushes)["states"][STEPS - 1]
+    case = Case(2, 4, clipping=0.5, tied=True, steps=4, flushes=(1,))
+    ranks = run_ranks(train_one, 2, case)
+    for flushes in (range(case.steps), ()):
+        other = emulate(case, flushes)["states"][case.steps - 1]
         for rank in ranks:
-            assert max(differences(rank["states"][STEPS - 1], other).values()) > 1e-6
+            assert max(differences(rank["states"][case.steps - 1], other).values()) > 1e-6
