@@ -50,7 +50,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_asynchronous.py::test_follows_the_emulator_in_every_bit[two]",
         "distributed/test_asynchronous.py::test_follows_the_emulator_in_every_bit[one direction]",
         "distributed/test_asynchronous_updates.py::test_late_they_equal_an_emulation[2-1-direction-adam-None]",
-        "distributed/test_asynchronous_runs.py::test_resume_is_bitwise[schedule0-fp32]",
+        "distributed/test_asynchronous_runs.py::test_resume_is_bitwise[schedule0-bf16]",
     ),
     "Stages sized by device speed": (
         "distributed/test_hetero.py::test_measured_on_the_devices",
