@@ -32,7 +32,7 @@ from support.natural import (
 )
 from support.ranks import TESTS, run_ranks
 
-ACCUMULATION, STEPS = 2, 4
+ACCUMULATION, STEPS = 2, 3
 ALL_OF_IT = {"stage3_param_persistence_threshold": 0}
 """Every parameter lies in pieces on the ranks."""
 
@@ -98,15 +98,14 @@ def values(engine: Any) -> dict[str, Tensor]:
 
 
 PLAIN: dict[str, dict[str, Any]] = {
-    **{f"llama, ZeRO {zero}": {"family": "llama", "zero": zero} for zero in range(4)},
+    **{f"llama, ZeRO {zero}": {"family": "llama", "zero": zero} for zero in (0, 1)},
     "gpt2, ZeRO 3": {"family": "gpt2", "zero": 3},
-    **{f"mixtral, ZeRO {zero}": {"family": "mixtral", "zero": zero} for zero in (1, 3)},
+    "mixtral, ZeRO 3": {"family": "mixtral", "zero": 3},
     "llama, patched": {"family": "llama", "zero": 2, "patched": True},
     "llama, clipped": {"family": "llama", "zero": 3, "gradient_clipping": 0.3},
 }
 HALF: dict[str, dict[str, Any]] = {
     "bf16, ZeRO 0": {"zero": 0, "bf16": {"enabled": True}},
-    "bf16, ZeRO 2": {"zero": 2, "bf16": {"enabled": True}},
     "fp16, ZeRO 2": {"zero": 2, "fp16": {"enabled": True, "initial_scale_power": 8}},
     "autocast, ZeRO 3": {"zero": 3, **AUTOCAST},
 }
@@ -156,27 +155,19 @@ def alone() -> dict[str, Any]:
     return {**{family: by_hand(family) for family in families}, "clipped": by_hand("llama", 0.3)}
 
 
-@pytest.fixture(scope="module")
-def plain() -> tuple[list[Any], dict[str, Any]]:
-    return run_ranks(runs, 2), run_ranks(alone, 1)[0]
-
-
-@pytest.mark.parametrize("name", list(PLAIN))
-def test_engines_without_a_pipeline_are_as_by_hand(plain: Any, name: str) -> None:
-    ranks, wanted = plain
-    losses, weights = wanted["clipped" if "clipped" in name else PLAIN[name]["family"]]
-    for rank, own in zip(ranks, losses, strict=True):
-        assert rank[name][0] == pytest.approx(own, rel=1e-6)
-        assert_close(rank[name][1], weights, 1e-5)
-    assert not same(ranks[0][name][2], ranks[1][name][2])  # each has learned from its own data
-
-
-@pytest.mark.parametrize("name", list(HALF))
-def test_precisions_of_engines_without_a_pipeline_follow(plain: Any, name: str) -> None:
-    ranks, wanted = plain
-    for rank, own in zip(ranks, wanted["llama"][0], strict=True):
-        assert rank[name][0] == pytest.approx(own, rel=5e-3)
-        assert size(rank[name][2]) == pytest.approx(size(rank["llama, ZeRO 0"][2]), rel=0.1)
+def test_engines_without_a_pipeline_are_as_by_hand() -> None:
+    """In fp32; and what is computed in half precision follows."""
+    ranks, wanted = run_ranks(runs, 2), run_ranks(alone, 1)[0]
+    for name, case in PLAIN.items():
+        losses, weights = wanted["clipped" if "clipped" in name else case["family"]]
+        for rank, own in zip(ranks, losses, strict=True):
+            assert rank[name][0] == pytest.approx(own, rel=1e-6), name
+            assert_close(rank[name][1], weights, 1e-5)
+        assert not same(ranks[0][name][2], ranks[1][name][2]), f"{name}: each has learned from its own data"
+    for name in HALF:
+        for rank, own in zip(ranks, wanted["llama"][0], strict=True):
+            assert rank[name][0] == pytest.approx(own, rel=5e-3), name
+            assert size(rank[name][2]) == pytest.approx(size(rank["llama, ZeRO 0"][2]), rel=0.1), name
 
 
 ADAM_OF_TORCH = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
@@ -210,7 +201,7 @@ def _damage_and_load(engine: Any, root: Path) -> None:
         engine.load_checkpoint(str(root))
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("zero", [0, 3])
 def test_resuming_without_a_pipeline_is_bitwise(zero: int, tmp_path: Path) -> None:
     wanted = run_ranks(saves, 2, str(tmp_path), zero)
     found = run_ranks(goes_on, 2, str(tmp_path), zero)

@@ -87,7 +87,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     ),
     "Natural gradients": (
         "distributed/test_natural_gradient.py::test_pipelines_are_as_by_hand[2-1]",
-        "distributed/test_natural_gradient_plain.py::test_engines_without_a_pipeline_are_as_by_hand[llama, ZeRO 1]",
+        "distributed/test_natural_gradient_plain.py::test_engines_without_a_pipeline_are_as_by_hand",
     ),
     "Limits on how far one update moves": (
         "distributed/test_max_change.py::test_edges_of_pipelines[0-1-fp32]",
