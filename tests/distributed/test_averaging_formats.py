@@ -14,7 +14,6 @@ from support.jobs import MICRO_BATCHES, model_config, step_batches
 STEPS = 6
 EVERY = {"min_islands": 2, "first_round": "mean", "every_tokens": 2 * TOKENS}
 CASES: dict[str, dict[str, Any]] = {
-    "mean": {},
     "nesterov, parts": {"outer": "nesterov", "parts": 2},
     "overlap, states": {"overlap_steps": 1, "optimizer_state": "average"},
 }
@@ -81,12 +80,11 @@ def test_few_bits_do_what_exact_averages_do(case: str, runs: Any) -> None:
 
 def test_bytes_are_those_of_the_format(runs: Any) -> None:
     """Without what is exact: the optimizer's states, and the first words of islands that have just come."""
-    for case in ("mean", "nesterov, parts"):
-        sent = {format: runs[0][0][case, format][2] for format in FORMATS}
-        assert len(sent["int8"]) == len(sent["int4"]) == len(sent[None]) > 2
-        for exact, eight, four in zip(sent[None], sent["int8"], sent["int4"], strict=True):
-            assert 3.5 < exact / eight < 4.0
-            assert 6.0 < exact / four < 7.2
+    sent = {format: runs[0][0]["nesterov, parts", format][2] for format in FORMATS}
+    assert len(sent["int8"]) == len(sent["int4"]) == len(sent[None]) > 2
+    for exact, eight, four in zip(sent[None], sent["int8"], sent["int4"], strict=True):
+        assert 3.5 < exact / eight < 4.0
+        assert 6.0 < exact / four < 7.2
 
 
 def whole_and_resumed(lights: list[str], folder: str, number: int) -> list[dict[str, Tensor]]:

@@ -25,14 +25,10 @@ MEAN = {"min_islands": 2, "first_round": "mean"}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "nesterov": ({"outer": "nesterov", "every_tokens": 2 * TOKENS}, {}, 5),
-    "parts": ({"parts": 3, "every_tokens": 3 * TOKENS}, {}, 7),
     "nesterov, parts": ({"outer": "nesterov", "parts": 3, "every_tokens": 3 * TOKENS}, {}, 7),
     "overlap": ({"overlap_steps": 2, "every_tokens": 3 * TOKENS}, {}, 7),
     "reset": ({"optimizer_state": "reset", "every_tokens": 2 * TOKENS}, {}, 5),
-    "average": ({"optimizer_state": "average", "every_tokens": 2 * TOKENS}, {}, 5),
     "average, SGD": ({"optimizer_state": "average", "every_tokens": 2 * TOKENS, "scale_learning_rate": False}, SGD, 5),
-    "nesterov, whole": ({"outer": "nesterov", "every_tokens": 2 * TOKENS}, {}, 4),
-    "combined": ({"combine_rounds": 2, "every_tokens": 2 * TOKENS}, {}, 6),
     "combined, one step more": ({"combine_rounds": 2, "every_tokens": 2 * TOKENS}, {}, 7),
     "rate": ({"decay_tokens": 16 * TOKENS, "every_tokens": 2 * TOKENS}, SGD, 5),
 }
@@ -180,22 +176,16 @@ def _sum(models: list[dict[str, Tensor]], divisor: int) -> dict[str, Tensor]:
     return {name: torch.stack([model[name] for model in models]).sum(0) / divisor for name in models[0]}
 
 
-@pytest.fixture(scope="module")
-def runs() -> Any:
+def test_a_rule_is_what_it_is_by_hand() -> None:
     with lighthouses(len(CASES)) as lights:
         islands = [ranks[0] for ranks in run_islands([Island(island, 1, (lights, number)) for number in range(2)])]
-    return islands, run_ranks(by_hand, 1)[0]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_rule_is_what_it_is_by_hand(case: str, runs: Any) -> None:
-    islands, emulated = runs
-    losses, weights = emulated[case]
-    assert_equal(islands[0][case][1], islands[1][case][1])
-    for number, found in enumerate(islands):
-        assert found[case][0] == pytest.approx([both[number] for both in losses], rel=1e-5)
-        assert_near(found[case][1], weights[number], 1e-5)
-        assert found[case][2] == [0.1 if "optimizer" in CASES[case][1] else 1e-3]  # the scheduler sees no factor
+    for case, (losses, weights) in run_ranks(by_hand, 1)[0].items():
+        print("case", case)
+        assert_equal(islands[0][case][1], islands[1][case][1])
+        for number, found in enumerate(islands):
+            assert found[case][0] == pytest.approx([both[number] for both in losses], rel=1e-5)
+            assert_near(found[case][1], weights[number], 1e-5)
+            assert found[case][2] == [0.1 if "optimizer" in CASES[case][1] else 1e-3]  # the scheduler sees no factor
 
 
 EARLY = {"min_islands": 2, "first_round": "mean", "combine_rounds": 2, "combine_weights": "held_out"}

@@ -95,7 +95,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     ),
     "Local SGD and DiLoCo": (
         "distributed/test_averaging.py::test_a_round_is_the_mean_whatever_the_islands_shapes[shapes0-changes0]",
-        "distributed/test_averaging_rules.py::test_a_rule_is_what_it_is_by_hand[nesterov]",
+        "distributed/test_averaging_rules.py::test_a_rule_is_what_it_is_by_hand",
         "distributed/test_islands.py::test_one_is_killed_and_comes_back",
         "unit/averaging/test_weighted_sums.py",
     ),
