@@ -142,15 +142,14 @@ def assert_equal(found: list[Any], names: list[str]) -> None:
         assert all(torch.equal(tensor, found[0]["weights"][key]) for key, tensor in other["weights"].items()), name
 
 
-@pytest.mark.parametrize(("family", "kind"), [("llama", "padded"), ("mixtral", "ragged")])
-def test_no_bit_depends_on_what_runs_the_step(family: str, kind: str) -> None:
+def test_no_bit_depends_on_what_runs_the_step() -> None:
     """Among them the paired order, messages in another sequence, and backwards of inputs and weights apart."""
     cut = [0, 2, 4, 6]
-    common = {"boundary": INT8, "family": family, "kind": kind, "partition": cut}
+    common = {"boundary": INT8, "family": "mixtral", "kind": "ragged", "partition": cut}
     cases = [
         common,
         {**common, "order": "paired"},
-        *({**common, "schedule": schedule} for schedule in ({"type": "kfkb", "k": 2}, "gpipe", "eager", "zbh1")),
+        *({**common, "schedule": schedule} for schedule in ({"type": "kfkb", "k": 2}, "zbh1")),
         {**common, "pipeline": {"activation_checkpoint_interval": 1}},
     ]
     for found in run_ranks(trained, 3, *cases):

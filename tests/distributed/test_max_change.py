@@ -94,10 +94,11 @@ def reference() -> dict[str, Any]:
 
 
 MULTIDIRECTION = {"type": "multidirection", "staleness": 0}
-CASES = [(stages, replicas, zero, None) for stages in (1, 2) for replicas in (1, 2) for zero in (0, 1)]
 
 
-@pytest.mark.parametrize(("stages", "replicas", "zero", "schedule"), [*CASES, (2, 1, 1, MULTIDIRECTION)])
+@pytest.mark.parametrize(
+    ("stages", "replicas", "zero", "schedule"), [(2, 2, 0, None), (2, 2, 1, None), (2, 1, 1, MULTIDIRECTION)]
+)
 def test_pipelines_equal_one_process(stages: int, replicas: int, zero: int, schedule: Any) -> None:
     ranks = run_ranks(pipeline, stages * replicas, stages, zero, schedule)
     for key, (wanted, wanted_reports) in reference().items():
@@ -154,7 +155,7 @@ def edges(zero: int, dtype: str) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize(("zero", "replicas", "dtype"), [(0, 1, "fp32"), (1, 2, "fp32"), (1, 2, "bf16")])
+@pytest.mark.parametrize(("zero", "replicas", "dtype"), [(0, 1, "fp32"), (1, 2, "bf16")])
 def test_edges_of_pipelines(zero: int, replicas: int, dtype: str) -> None:
     ranks = run_ranks(edges, 2 * replicas, zero, dtype)
     third: dict[str, Tensor] = {}
@@ -344,11 +345,8 @@ FLAT = [
     (0, "bf16", {"fused": True}, "FP16_Optimizer"),
     (1, "fp32", {}, "DeepSpeedZeroOptimizer"),
     (1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}, "BF16_Optimizer"),
-    (1, "bf16", {}, "DeepSpeedZeroOptimizer"),
-    (2, "fp32", {}, "DeepSpeedZeroOptimizer"),
     (2, "bf16", {}, "DeepSpeedZeroOptimizer"),
     (2, "fp16", {}, "DeepSpeedZeroOptimizer"),
-    (3, "fp32", {}, "DeepSpeedZeroOptimizer_Stage3"),
     (3, "fp32", {"zero": {"stage3_param_persistence_threshold": 0}}, "DeepSpeedZeroOptimizer_Stage3"),
     (3, "bf16", {}, "DeepSpeedZeroOptimizer_Stage3"),
 ]
@@ -358,19 +356,18 @@ def flat_jobs() -> list[dict[str, Any]]:
     return [flat_job(zero, dtype, more) for zero, dtype, more, _ in FLAT]
 
 
-@lru_cache
-def flat_results(world: int) -> list[Any]:
-    return run_ranks(flat_jobs, world)
+def test_engines_without_a_pipeline() -> None:
+    ranks = run_ranks(flat_jobs, 2)
+    for number, (zero, dtype, more, optimizer) in enumerate(FLAT):
+        print("ZeRO", zero, dtype, more)
+        assert_flat_is_limited([rank[number] for rank in ranks], dtype, optimizer)
 
 
-@pytest.mark.parametrize("number", range(len(FLAT)))
-@pytest.mark.parametrize("world", [1, 2])
-def test_engines_without_a_pipeline(world: int, number: int) -> None:
-    _, dtype, _, optimizer = FLAT[number]
+def assert_flat_is_limited(ranks: list[dict[str, Any]], dtype: str, optimizer: str) -> None:
     wanted, wanted_reports = small_alone(FLAT_LIMITS)
     assert wanted_reports[0]["num_limited"] == 3, wanted_reports
     assert {report["norm"] == FLAT_LIMITS.total for report in wanted_reports} == {True, False}, wanted_reports
-    for rank in (result[number] for result in flat_results(world)):
+    for rank in ranks:
         assert rank["optimizer"] == optimizer
         for name, value in rank["none"].items():
             assert torch.equal(value, rank["wide"][name]), name

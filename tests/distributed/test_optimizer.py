@@ -73,7 +73,7 @@ def reference() -> Results:
     return run_ranks(alone, 1)[0]
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 2), (3, 1)])
 def test_equals_torch(stages: int, replicas: int) -> None:
     whole, sharded = (run_ranks(pipeline, stages * replicas, stages, zero) for zero in (0, 1))
     for rank, other in zip(whole, sharded, strict=True):

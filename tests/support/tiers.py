@@ -91,7 +91,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     ),
     "Limits on how far one update moves": (
         "distributed/test_max_change.py::test_edges_of_pipelines[0-1-fp32]",
-        "distributed/test_max_change.py::test_engines_without_a_pipeline[1-1]",
+        "distributed/test_max_change.py::test_engines_without_a_pipeline",
     ),
     "Local SGD and DiLoCo": (
         "distributed/test_averaging.py::test_a_round_is_the_mean_whatever_the_islands_shapes[shapes0-changes0]",
