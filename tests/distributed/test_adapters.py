@@ -18,7 +18,7 @@ from support.ranks import OneAfterAnother, on, run_ranks
 
 peft = pytest.importorskip("peft")
 
-STEPS = 5
+STEPS = 4
 ROUNDING = {"losses": 1e-6, "norms": 1e-5}
 
 
@@ -40,7 +40,6 @@ def adapter_config(kind: str) -> Any:
     return {
         "lora": lambda: peft.LoraConfig(r=4, target_modules=[*attention, *feedforward], init_lora_weights=False),
         "dora": lambda: peft.LoraConfig(r=4, target_modules=attention, use_dora=True, init_lora_weights=False),
-        "rslora": lambda: peft.LoraConfig(r=4, target_modules=attention, use_rslora=True, init_lora_weights=False),
         "ia3": lambda: peft.IA3Config(
             target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
         ),
@@ -210,34 +209,26 @@ class Compared:
 
 UNTIED = {"tie_word_embeddings": False}
 CLIPPED = {**UNTIED, "clipping": 0.5}
-SHAPES = ([0, 1, 6], [0, 5, 6], [0, 2, 4, 6])
-AT_THE_ENDS = ("embedding", "all but the first layer")
-METHODS = ("dora", "rslora", "ia3", "lokr", "late lora")
+AT_THE_ENDS = {"embedding": [0, 1, 6], "all but the first layer": [0, 5, 6]}
+BY_STAGES = ("first stage", "all but the head", "all but the first layer", "the middle", "a layer's parts")
+METHODS = ("dora", "ia3", "lokr", "late lora")
 COMPARED: dict[Any, Compared] = {
+    **{frozen: Compared(3, both={"frozen": FROZEN[frozen], **UNTIED}) for frozen in BY_STAGES},
     **{
-        (frozen, stages): Compared(stages, both={"frozen": FROZEN[frozen], **UNTIED})
-        for frozen, stages in [("first stage", 2), ("the middle", 2), *((name, 3) for name in FROZEN)]
+        ("replicas", zero): Compared(2, 2, {"frozen": FROZEN["first stage"], **CLIPPED}, {"zero": zero})
+        for zero in (0, 1)
     },
     **{
-        (frozen, replicas, zero): Compared(2, replicas, {"frozen": FROZEN[frozen], **CLIPPED}, {"zero": zero})
-        for frozen in ("first stage", "the middle")
-        for replicas, zero in [(2, 0), (2, 1), (1, 1)]
+        (frozen, "at an end"): Compared(2, 1, {"frozen": FROZEN[frozen], **UNTIED}, {"partition": parts})
+        for frozen, parts in AT_THE_ENDS.items()
     },
-    **{
-        (frozen, str(parts)): Compared(len(parts) - 1, 1, {"frozen": FROZEN[frozen], **UNTIED}, {"partition": parts})
-        for frozen in AT_THE_ENDS
-        for parts in SHAPES
-    },
-    **{
-        str(schedule): Compared(2, 1, {"frozen": FROZEN["first stage"], **UNTIED}, {"schedule": schedule})
-        for schedule in ("gpipe", {"type": "kfkb", "k": 2})
-    },
+    "kfkb": Compared(2, 1, {"frozen": FROZEN["first stage"], **UNTIED}, {"schedule": {"type": "kfkb", "k": 2}}),
     "tied": Compared(2, both={"frozen": r"embed|layers\.[01]"}),
     **{
         ("lora", stages, replicas): Compared(
             stages, replicas, {"adapters": "lora", "clipping": 0.5}, {"zero": replicas - 1}
         )
-        for stages, replicas in [(2, 1), (3, 1), (2, 2)]
+        for stages, replicas in [(2, 1), (2, 2)]
     },
     **{kind: Compared(2, both={"adapters": kind}) for kind in METHODS},
     **{
@@ -270,22 +261,20 @@ def assert_as_alone(name: Any) -> None:
 # -- frozen parameters -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("frozen", "stages"), [("first stage", 2), ("the middle", 2), *((name, 3) for name in FROZEN)])
-def test_frozen_parameters_change_no_number(frozen: str, stages: int) -> None:
-    assert_as_alone((frozen, stages))
+@pytest.mark.parametrize("frozen", BY_STAGES)
+def test_frozen_parameters_change_no_number(frozen: str) -> None:
+    assert_as_alone(frozen)
 
 
-@pytest.mark.parametrize(("replicas", "zero"), [(2, 0), (2, 1), (1, 1)])
-@pytest.mark.parametrize("frozen", ["first stage", "the middle"])
-def test_frozen_stages_with_replicas_and_zero(frozen: str, replicas: int, zero: int) -> None:
-    assert_as_alone((frozen, replicas, zero))
+@pytest.mark.parametrize("zero", [0, 1])
+def test_frozen_stages_with_replicas_and_zero(zero: int) -> None:
+    assert_as_alone(("replicas", zero))
 
 
-@pytest.mark.parametrize("partition", [str(parts) for parts in SHAPES])
-def test_a_frozen_stage_of_any_shape(partition: str) -> None:
-    """Also a stage of the embedding alone, and one of norm and head alone."""
-    for frozen in AT_THE_ENDS:
-        assert_as_alone((frozen, partition))
+@pytest.mark.parametrize("frozen", AT_THE_ENDS)
+def test_a_frozen_stage_of_any_shape(frozen: str) -> None:
+    """A stage of the embedding alone, and one of norm and head alone."""
+    assert_as_alone((frozen, "at an end"))
 
 
 def test_frozen_stages_do_nothing_that_is_not_needed() -> None:
@@ -310,9 +299,8 @@ def test_frozen_stages_do_nothing_that_is_not_needed() -> None:
         assert not stage["gradients"]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "{'type': 'kfkb', 'k': 2}"])
-def test_frozen_stages_in_other_schedules(schedule: str) -> None:
-    assert_as_alone(schedule)
+def test_frozen_stages_in_another_schedule() -> None:
+    assert_as_alone("kfkb")
 
 
 def test_a_frozen_weight_that_is_tied() -> None:
@@ -347,7 +335,7 @@ def plain(stages: int, frozen: tuple[int, ...]) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "trained": len(engine.optimizer.owned)}
 
 
-@pytest.mark.parametrize("frozen", [(0, 1, 2), (0, 1, 2, 3), (3, 4, 5), (2, 3)])
+@pytest.mark.parametrize("frozen", [(0, 1, 2, 3), (3, 4, 5)])
 def test_frozen_layers_of_any_pipeline_module(frozen: tuple[int, ...]) -> None:
     whole = run_ranks(plain, 1, 1, frozen)[0]
     for stages in (2, 3):
@@ -361,7 +349,7 @@ def test_frozen_layers_of_any_pipeline_module(frozen: tuple[int, ...]) -> None:
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2)])
 def test_lora_is_that_of_one_process(stages: int, replicas: int) -> None:
     assert_as_alone(("lora", stages, replicas))
     for rank in OURS["lora", stages, replicas]:
@@ -400,21 +388,21 @@ def test_frozen_layers_before_the_first_adapter_cost_nothing() -> None:
 
 
 def resumed(folder: str, stages: int, trained_only: bool, **kwargs: Any) -> dict[str, Any]:
-    """Steps 0 to 2, a checkpoint, steps 3 and 4; and an engine that has seen nothing, from the checkpoint on."""
+    """Steps 0 and 1, a checkpoint, the other steps; and an engine that has seen nothing, from the checkpoint on."""
     engine = make_engine(stages, **kwargs)
-    steps_of(engine, 0, 3)
+    steps_of(engine, 0, 2)
     engine.save_checkpoint(folder, tag="half", exclude_frozen_parameters=trained_only)
-    whole = steps_of(engine, 3, STEPS), state_of(engine)
+    whole = steps_of(engine, 2, STEPS), state_of(engine)
     other = make_engine(stages, **kwargs)
     other.load_checkpoint(folder)
-    again = steps_of(other, 3, STEPS), state_of(other)
+    again = steps_of(other, 2, STEPS), state_of(other)
     return {"whole": whole, "again": again}
 
 
 def loaded(folder: str, stages: int, **kwargs: Any) -> dict[str, Any]:
     engine = make_engine(stages, **kwargs)
     engine.load_checkpoint(folder)
-    losses, norms = steps_of(engine, 3, STEPS)
+    losses, norms = steps_of(engine, 2, STEPS)
     return {"losses": losses, "norms": norms, "state": state_of(engine)}
 
 
@@ -426,9 +414,8 @@ def test_checkpoints_resume_in_every_bit_and_in_every_shape(trained_only: bool, 
         assert losses == losses_again
         assert all(torch.equal(state[name], state_again[name]) for name in state)
     wanted = reference(adapters="dora")
-    wanted = {**wanted, "losses": wanted["losses"][3:], "norms": wanted["norms"][3:]}
-    for stages in (1, 3):
-        assert_same(run_ranks(loaded, stages, folder, stages, adapters="dora"), wanted)
+    wanted = {**wanted, "losses": wanted["losses"][2:], "norms": wanted["norms"][2:]}
+    assert_same(run_ranks(loaded, 3, folder, 3, adapters="dora"), wanted)
     from paceline.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(tmp_path / "half")
@@ -445,7 +432,6 @@ def test_checkpoints_resume_in_every_bit_and_in_every_shape(trained_only: bool, 
     [
         ("dora", {}),
         ("ia3", {}),
-        ("late lora", {}),
         ("head", {"tie_word_embeddings": False}),
         ("embedding", {"tie_word_embeddings": False}),
         ("biases", {"family": "gpt2"}),
@@ -458,8 +444,8 @@ def test_export_is_the_file_that_peft_writes(kind: str, changes: dict[str, Any],
 
     base, stock, ours = (str(tmp_path / name) for name in ("base", "stock", "ours"))
     whole_model(**changes).save_pretrained(base)
-    run_ranks(train_alone, 1, adapters=kind, save=stock, **changes)
-    ranks = run_ranks(train, 2, 2, adapters=kind, export_to=ours, **changes)
+    run_ranks(train_alone, 1, 2, adapters=kind, save=stock, **changes)
+    ranks = run_ranks(train, 2, 2, 2, adapters=kind, export_to=ours, **changes)
     found, wanted = (load_file(f"{folder}/adapter_model.safetensors") for folder in (ours, stock))
     assert found.keys() == wanted.keys()
     for name in wanted:
@@ -533,11 +519,10 @@ def test_schedules_without_a_flush(schedule: dict[str, Any], kwargs: dict[str, A
     assert ranks[0]["losses"] != wanted["losses"]
 
 
-@pytest.mark.parametrize("adapters", ["late lora", "lora"])
-def test_four_stages_in_two_directions(adapters: str) -> None:
+def test_four_stages_in_two_directions() -> None:
     """Every rank has two stages of the model that was given, and owners are found among those that have adapters."""
     schedule = {"type": "multidirection", "staleness": 0}
-    kwargs = {"adapters": adapters, "tie_word_embeddings": False}
+    kwargs = {"adapters": "late lora", "tie_word_embeddings": False}
     assert_same(run_ranks(train, 4, 4, schedule=schedule, **kwargs), reference(**kwargs))
 
 
@@ -667,20 +652,19 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_the_job_trains_resumes_and_writes_adapters(base: Path, tmp_path: Path) -> None:
-    """The same adapters from one, two and three stages, and from a run that was cut in two."""
+    """The same adapters from one stage and two, and from a run that was cut in two."""
     from peft import AutoPeftModelForCausalLM
 
     more = {"lora_dropout": 0.0, "max_grad_norm": 0.0, "gradient_accumulation_steps": 6}
-    for stages in (1, 2, 3):
+    for stages in (1, 2):
         code, errors = run_ranks(finetune, stages, adapter_flags(base, tmp_path / f"{stages}", **more))[0]
         assert code == 0, errors
         assert "adapter written to" in errors
-    one, *others = (weights_of(tmp_path / f"{stages}") for stages in (1, 2, 3))
+    one, other = (weights_of(tmp_path / f"{stages}") for stages in (1, 2))
     assert len(one) == 4 * 2 * 2
-    for other in others:
-        assert one.keys() == other.keys()
-        for name in one:
-            torch.testing.assert_close(one[name], other[name], rtol=0, atol=2e-4, msg=name)
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=2e-4, msg=name)
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "2")
     config = model.peft_config["default"]
     assert (config.r, config.lora_alpha, config.base_model_name_or_path) == (4, 32, str(base))
@@ -693,7 +677,7 @@ def test_the_job_trains_resumes_and_writes_adapters(base: Path, tmp_path: Path) 
     code, errors = run_ranks(finetune, 2, resumed)[0]
     assert code == 0, errors
     for name, tensor in weights_of(half).items():
-        assert torch.equal(tensor, others[0][name]), name
+        assert torch.equal(tensor, other[name]), name
 
     from paceline.checkpoint.export import export_checkpoint
 
