@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lab.hosts import DEVICE, Hosts, available
+from lab.hosts import DEVICE, Hosts, available, enter
 from support.jobs import TINY, finetune, flags, model_config, step_batches
 from support.ranks import RankError, run_ranks
 
@@ -579,26 +578,20 @@ def test_a_job_shares_the_head_unasked_and_keeps_that(tmp_path: Path) -> None:
     assert "paceline.pipeline.head_slices = 16 (as before" in run("slices", max_steps=3, **GOES_ON)
 
 
-CLONE_NEWNET = 0x40000000
-
-
-def planned_on_hosts(holders: Sequence[int], address: str) -> tuple[int, int]:
+def planned_on_hosts(namespaces: Sequence[str], address: str) -> tuple[int, int]:
     """On every rank, from now on in the network of a host of its own: the stages and replicas that are planned.
 
     What layers take is given, and the partition: they would go after how busy the machine's cores are.
 
     Args:
-        holders: processes that are in the networks.
+        namespaces: of the hosts.
     """
     import torch
 
     import paceline
     from paceline.runtime import plan_at_start
 
-    with open(f"/proc/{holders[int(os.environ['RANK'])]}/ns/net") as network:
-        assert ctypes.CDLL(None, use_errno=True).setns(network.fileno(), CLONE_NEWNET) == 0, os.strerror(
-            ctypes.get_errno()
-        )
+    enter(namespaces[int(os.environ["RANK"])])
     os.environ.update(MASTER_ADDR=address, GLOO_SOCKET_IFNAME=DEVICE)
     measured = plan_at_start.profile_items
 
@@ -627,8 +620,7 @@ def test_links_decide() -> None:
     shapes = []
     for mbit in (None, 10):
         with Hosts(2, mbit=mbit) as hosts:
-            holders = [host.pid for host in hosts._hosts]
-            (shape, other) = run_ranks(planned_on_hosts, 2, holders, hosts.addresses[0])
+            (shape, other) = run_ranks(planned_on_hosts, 2, hosts.namespaces, hosts.addresses[0])
         assert shape == other
         shapes.append(shape)
     assert shapes == [(1, 2), (2, 1)]
