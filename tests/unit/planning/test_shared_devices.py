@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 
 from paceline.planning.blocks import Device, DoesNotFit
-from paceline.planning.memory import ItemMemory, States, stage_memory
-from paceline.planning.shared_devices import held_by, step_s, whole_schedule
+from paceline.planning.memory import ItemMemory, StageMemory, States, stage_memory
+from paceline.planning.shared_devices import Held, held_by, step_s, whole_schedule
 from paceline.planning.stages import plan_stages
 from paceline.schedules import Costs, simulate
 from paceline.schedules.asynchronous import multidirection, one_direction
@@ -138,3 +139,11 @@ def test_what_does_not_fit_is_told() -> None:
     assert all(one.total <= least for one in plan_stages(ITEMS, SECONDS, tight, States(), order).memory)
     with pytest.raises(DoesNotFit, match=r"no split fits in memory: stage \d on device \d needs"):
         plan_stages(ITEMS, SECONDS, [Device(1.0, 100.0)] * 4, States(), order)
+
+
+def test_what_is_deferred_counts_as_live() -> None:
+    """Two stages, live micro-batches of each, and behind them those whose gradients of weights are still to come."""
+    stages = [StageMemory(*[1.0] * 4, activations, 3.0, 2.0) for activations in (10.0, 7.0)]
+    held = Held((0, 3), ((3, 1, 0, 0), (1, 0, 1, 2)), (None, None))
+    assert held.together(stages).activations == max(3 * 10 + 7, 10 + 10 + 2 * 7)
+    assert replace(held, live=((3, 1), (1, 0, 1, 4))).together(stages).activations == 10 + 10 + 4 * 7
