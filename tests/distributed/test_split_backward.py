@@ -335,10 +335,10 @@ EARLY = {
     "zbh1, tied, paired": Case(kind="zbh1", replicas=2, zero=1, order="paired", changes=TIED),
     "zbh1, tied, one stage": Case(stages=1, kind="zbh1", replicas=2, changes=TIED),
     "zbh1, experts on two ranks": Case(
-        kind="zbh1", replicas=2, zero=1, family="mixtral", options={"expert_parallel": EXPERT_PARALLEL}
+        stages=1, kind="zbh1", replicas=2, zero=1, family="mixtral", options={"expert_parallel": EXPERT_PARALLEL}
     ),
-    "zbh2, bf16": Case(kind="zbh2", replicas=2, zero=1, options=BF16),
-    "zbh1, LoRA, recomputed": Case(kind="zbh1", replicas=2, zero=1, prepare="lora", recompute=True),
+    "zbh2, bf16": Case(stages=1, kind="zbh2", replicas=2, zero=1, options=BF16),
+    "zbh1, LoRA, recomputed": Case(stages=1, kind="zbh1", replicas=2, zero=1, prepare="lora", recompute=True),
     "zbv, tied": Case(kind="zbv", replicas=2, zero=1, changes=TIED),
 }
 
