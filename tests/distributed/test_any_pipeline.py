@@ -82,7 +82,7 @@ def both(stages: int, zero: int, interval: int) -> Any:
 
 
 CASES = {(1, 1): [(0, 1)], (2, 1): [(1, 0)], (3, 1): [(0, 1)], (2, 2): [(0, 0), (1, 1)]}
-"""Of each number of stages and replicas: ZeRO stages, and checkpointed or not."""
+"""By stages and replicas: pairs of a ZeRO stage, and whether activations are checkpointed."""
 
 
 @pytest.mark.parametrize(("stages", "replicas"), CASES)

@@ -83,7 +83,7 @@ def values(engine: Any) -> dict[str, Tensor]:
 
 
 def island(lights: list[str], make: str, number: int) -> dict[str, Any]:
-    """Of each case, what it has after a round and in the end, and what it had had alone, if a mean is to be seen."""
+    """Weights by case: after a round and in the end, and before them alone, if a mean is to be seen."""
     found: dict[str, Any] = {}
     for light, (name, (changes, section)) in zip(lights, CASES.items(), strict=True):
         results = []

@@ -586,7 +586,7 @@ def count(engine: Any) -> dict[str, int]:
 
 
 def go_back_and_forth(plain: bool, zero: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """What there is after six migrations, and after thirty; parameters that outlive the layers that have left."""
+    """Counts after six migrations, and after thirty; parameters that outlive the layers that have left."""
     import deepspeed
 
     deepspeed.init_distributed()

@@ -57,7 +57,7 @@ def alone(way: str, folder: str) -> float:
 
 @pytest.fixture(scope="module")
 def loss() -> float:
-    """Of one step by a loop of one's own."""
+    """Loss of one step by a loop of one's own."""
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER} | RANK_ENVIRONMENT
     command = [sys.executable, "-c", SCRIPT, "initialize"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)

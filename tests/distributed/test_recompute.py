@@ -72,7 +72,7 @@ def all_trained(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def each(*cases: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """Of each case, what both ranks have."""
+    """Results of both ranks, case by case."""
     return list(map(list, zip(*run_ranks(all_trained, 2, cases), strict=True)))
 
 
@@ -231,7 +231,7 @@ def with_plain(pipelines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def each_and_plain(pipelines: Sequence[Mapping[str, Any]]) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """Of each pipeline, what both ranks have of :func:`with_plain`."""
+    """Results of :func:`with_plain` on both ranks, pipeline by pipeline."""
     runs = list(map(list, zip(*run_ranks(with_plain, 2, pipelines), strict=True)))
     return list(zip(runs[::2], runs[1::2], strict=True))
 

@@ -17,7 +17,7 @@ BEFORE, AFTER = 3, 4
 INTO = {(2, 1): (4, 1), (1, 2): (3, 1), (3, 1): (2, 2), (2, 2): (1, 1)}
 """Shape (stages, replicas) that is saved, and the one that it is loaded into."""
 VARIANTS = [(0, "fp32"), (1, "bf16")], [(1, "fp32"), (0, "bf16")]
-"""What is saved of the shapes in turn; it is loaded with the other ZeRO stage."""
+"""ZeRO stage and precision with which the shapes are saved in turn; they are loaded with the other ZeRO stage."""
 
 
 def make(stages: int, zero: int, dtype: str, partition: Any = "uniform", **changes: Any) -> Any:

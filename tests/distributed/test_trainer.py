@@ -243,7 +243,7 @@ def assert_same_weights(found: Path, wanted: Path, tolerance: float = 2e-5) -> N
 
 
 class Trained(NamedTuple):
-    """What a run has left, for several tests: they copy what they change."""
+    """Folder and results of a run, for several tests: they copy what they change."""
 
     folder: Path
     ranks: list[dict[str, Any]]

@@ -98,7 +98,7 @@ def load_and_measure(directory: str, stages: int, export_to: str) -> dict[str, A
 def test_a_large_model_in_four_stages(tmp_path: Path) -> None:
     """Of 0.46 GiB: no rank's anonymous memory grows by more than 1.25 times its share, and what comes out went in."""
     if shutil.disk_usage(tmp_path).free < 2 * GIB:
-        pytest.skip("needs 2 GiB of disk for two copies of the model")
+        pytest.skip("needs 2 GiB of disk for two copies of the model: it runs where they are free")
     config = {
         "hidden_size": 768,
         "intermediate_size": 3072,
