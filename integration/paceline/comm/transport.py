@@ -66,7 +66,8 @@ class Record(Generic[Moment]):
     begun_s: Moment
     """When it could be sent, or when its receive was posted."""
     done_s: Moment
-    """When it had arrived. On the sending side: when the backend was done with it."""
+    """When it had arrived. On the sending side: when it was issued, in the free order, or the backend was done with
+    it, in the paired one."""
 
 
 @dataclass
@@ -93,7 +94,10 @@ class _Message:
 
 
 class Lane:
-    """One end of one lane. A thread waits for the messages under way, and notes when they were done.
+    """One end of one lane. A thread waits for the messages under way, and notes when those that come were done.
+
+    What is sent is noted before it goes: the other end can then not have noted a message that this end has not, however
+    long the thread waits for its turn.
 
     Receives and small sends are issued by the caller, who would else keep the thread from its turn while it computes;
     the thread issues large sends, and what it must first wait for itself.
@@ -315,7 +319,8 @@ class Lane:
                 return
             message = under_way.popleft()
             self._attempt(self._wait, message)
-            self.note(message)
+            if not self.is_sender:
+                self.note(message)
             message.is_done.put(None)
             del message  # its tensors are free
 
@@ -341,6 +346,8 @@ class Lane:
             message.tensors = self._buffers(message.meta, message.format)
         if message.ready or not self.is_sender:  # or the time of the computation would be the link's
             message.begun_s = time.perf_counter()
+        if self.is_sender:
+            self.note(message)
         message.works = [act(tensor, self.peer, group=self.group) for tensor in message.tensors]
         message.has_begun = True
 

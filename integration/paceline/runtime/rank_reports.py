@@ -43,7 +43,8 @@ PINGS = 4
 COMPARISONS = 3
 """Comparisons of clocks on one machine, which are one clock: they find the latency when nobody is busy."""
 UNSETTLED = 4
-"""Messages at the end of a lane's records that one end may have noted and the other not yet."""
+"""Messages at the end of a lane's records that one end may have noted and the other not yet: they are on their way,
+where steps run into each other."""
 
 
 Routes = Sequence[Sequence[int]]

@@ -207,8 +207,7 @@ def test_small_messages_are_issued_by_the_caller_and_large_ones_by_the_thread(
     for number, length in enumerate((2, 3, 2)):
         sender.shapes.learn(length, meta_of(torch.zeros(length)))
         sender.send(number, length, torch.zeros(length))
-        sender.see_to_sent()
-        while len(sender.records) <= number:
+        while sender._last_left is not None and not sender._last_left.has_begun:
             time.sleep(0.001)
     assert sender._thread is not None
     assert issuers == [get_ident(), sender._thread.ident, get_ident()]
@@ -225,6 +224,26 @@ def test_the_thread_hears_of_what_was_sent_at_the_end_of_a_step_or_after_some(wi
     assert not sender._sent
     sender.close()
     assert [record.micro_batch for record in sender.records] == list(range(2 * transport.SENT_AT_ONCE + 1))
+
+
+def test_what_is_sent_is_noted_before_it_goes(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the thread waits for its turn: the other end may have noted it by then."""
+    gets_its_turn, noted, isend = threading.Event(), list[int](), wire.isend
+    monkeypatch.setattr(Work, "wait", lambda work: gets_its_turn.wait(PATIENCE_S))
+    sender = lane(True, "free")
+    sender.at_once_bytes = 8
+    for length in (2, 3):
+        sender.shapes.learn(length, meta_of(torch.zeros(length)))
+    monkeypatch.setattr(wire, "isend", lambda *args, **kw: (noted.append(len(sender.records)), isend(*args, **kw))[1])
+    for number in range(3):
+        sender.send(number, 2, torch.zeros(2))
+    sender.see_to_sent()
+    assert [record.micro_batch for record in sender.records] == [0, 1, 2]
+    sender.send(3, 3, torch.zeros(3))  # the thread sends it
+    gets_its_turn.set()
+    sender.close()
+    assert noted == [1, 2, 3, 4]
+    assert [record.number for record in sender.records] == [1, 2, 3, 4]
 
 
 def test_a_small_message_does_not_overtake_a_large_one(wire: Wire) -> None:
@@ -291,5 +310,8 @@ def test_a_message_is_sent_from_when_it_is_there() -> None:
     """Not from when its copy to the host was asked for, behind a computation: that would be the link's time."""
     message = _Message(0, [], begun_s=time.perf_counter(), ready=[lambda: time.sleep(0.05)])
     asked = message.begun_s
-    Lane._begin(SimpleNamespace(is_sender=True), message)  # type: ignore[arg-type]
+    noted: list[float] = []
+    sender = SimpleNamespace(is_sender=True, note=lambda message: noted.append(message.begun_s))
+    Lane._begin(sender, message)  # type: ignore[arg-type]
+    assert noted == [message.begun_s]
     assert message.begun_s >= asked + 0.05
