@@ -215,10 +215,14 @@ class ReportGatherer:
 
     def skip_messages(self, after: dict[LaneKey, int]) -> None:
         """Report none of the messages that are there now; ``after`` as of :meth:`gather`."""
-        self._messages(after)
+        self._messages(after, again=0)
 
-    def _messages(self, after: dict[LaneKey, int]) -> dict[LaneKey, list[Record[float]]]:
-        """Messages of this rank's lanes beyond ``after``, in seconds of the host's clock."""
+    def _messages(self, after: dict[LaneKey, int], again: int = UNSETTLED) -> dict[LaneKey, list[Record[float]]]:
+        """Messages of this rank's lanes beyond ``after``, in seconds of the host's clock.
+
+        Args:
+            again: the last ones of each lane that are reported again.
+        """
         records = {}
         seconds = host_seconds(self._meter.clock.now)
         for direction, stage in self._links.chunks:
@@ -231,7 +235,7 @@ class ReportGatherer:
                 ]
                 if records[key]:
                     # A message of the very end may be known at one end only; it is reported again.
-                    after[key] = records[key][-1].number - UNSETTLED
+                    after[key] = max(after.get(key, 0), records[key][-1].number - again)
         if self._links.order == PAIRED and self._device.type == "cuda":
             return in_turn(records)
         return records

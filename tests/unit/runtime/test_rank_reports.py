@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from paceline.comm.transport import Record
-from paceline.runtime.rank_reports import LaneKey, in_turn, messages
+from paceline.measure.clock import Clock
+from paceline.runtime import rank_reports
+from paceline.runtime.meter import Meter
+from paceline.runtime.rank_reports import LaneKey, ReportGatherer, in_turn, messages
 from support.reports import MICRO_BATCHES, ROUTES, STAGES, Run, lane
 
 
@@ -77,3 +84,35 @@ def test_a_call_that_waits_for_the_one_before_begins_when_that_ends() -> None:
         out: [first, replace(together, begun_s=5.0)],
         gradients: [replace(second, begun_s=5.0)],
     }
+
+
+# -- what a rank reports ---------------------------------------------------------------------------------------------
+
+
+def gatherer(lanes: dict[str, Any], machines: int = 1) -> ReportGatherer:
+    """Of a job's first rank, whose one stage has these lanes."""
+    control: Any = SimpleNamespace(
+        gather=lambda value: [f"{value} {number}" for number in range(machines)],
+        gather_at_first=lambda report: [report],
+    )
+    links: Any = SimpleNamespace(
+        **{"chunks": ((0, 0),), "transports": [SimpleNamespace(lanes=lambda stage: lanes)], "order": "free"},
+        **{"ranks": (0, 1), "routes": ((0, 1),), "device_number": 0, "pipe_number": 0},
+    )
+    module, device = nn.Linear(1, 1), torch.device("cpu")
+    meter = Meter(Clock(device), module, device)
+    return ReportGatherer(control, meter, device, links=links, module=module, optimizer=None)
+
+
+def test_messages_that_are_skipped_are_not_reported_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a step beside which layers moved."""
+    monkeypatch.setattr(rank_reports, "compare_clocks", lambda *args: (0.0, 0.0))
+    end = SimpleNamespace(records=[Record(number, 0, 10, 1.0, 2.0) for number in range(1, 7)])
+    reports, after = gatherer({"activations_out": end}), dict[LaneKey, int]()
+    seen = []
+    reports.skip_messages(after)
+    for number in (7, 8):
+        end.records.append(Record(number, 0, 10, 1.0, 2.0))
+        (report,) = reports.gather(after, memory_bytes=1)
+        seen.append([record.number for record in report.records[lane(0, "activations_out")]])
+    assert seen == [[7], [7, 8]], "the last ones that were reported are reported again, as the other end may lack them"
