@@ -172,6 +172,12 @@ class ReportGatherer:
         """The next device's clock minus this one's, and the latency to it, as compared last."""
         self._is_one_machine = len(set(control.gather(machine_name()))) == 1
 
+    @property
+    def _clock_s(self) -> float:
+        """The next device's clock minus this one's: on one machine as found when fewest were busy, since the last
+        comparison there holds for the rest of the run; elsewhere the newest, since clocks drift."""
+        return (min(self.clocks, key=lambda found: found[1]) if self._is_one_machine else self.clocks[-1])[0]
+
     def gather(
         self,
         after: dict[LaneKey, int],
@@ -202,7 +208,7 @@ class ReportGatherer:
             saved_bytes={size: dict(chunks) for size, chunks in self._meter.saved_bytes.items()},
             room_bytes=float(memory_bytes),
             deferred_bytes={size: dict(chunks) for size, chunks in self._meter.deferred_bytes.items()},
-            clock_s=self.clocks[-1][0],
+            clock_s=self._clock_s,
             latency_s=min(latency for _, latency in self.clocks),
             layers=dict(layers or {}),
             state_bytes=state_bytes,

@@ -14,7 +14,7 @@ from paceline.comm.transport import Record
 from paceline.measure.clock import Clock
 from paceline.runtime import rank_reports
 from paceline.runtime.meter import Meter
-from paceline.runtime.rank_reports import LaneKey, ReportGatherer, in_turn, messages
+from paceline.runtime.rank_reports import COMPARISONS, LaneKey, ReportGatherer, in_turn, messages
 from support.reports import MICRO_BATCHES, ROUTES, STAGES, Run, lane
 
 
@@ -116,3 +116,16 @@ def test_messages_that_are_skipped_are_not_reported_later(monkeypatch: pytest.Mo
         (report,) = reports.gather(after, memory_bytes=1)
         seen.append([record.number for record in report.records[lane(0, "activations_out")]])
     assert seen == [[7], [7, 8]], "the last ones that were reported are reported again, as the other end may lack them"
+
+
+@pytest.mark.parametrize(("machines", "found"), [(1, 0.001), (2, 0.03)])
+def test_clocks_of_one_machine_are_compared_when_fewest_are_busy(
+    machines: int, found: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last comparison holds for all of the run; clocks of two machines drift, and the newest one counts."""
+    compared = iter([(0.002, 0.004), (0.001, 0.002), (0.03, 0.05), *[(0.03, 0.05)] * COMPARISONS])
+    monkeypatch.setattr(rank_reports, "compare_clocks", lambda *args: next(compared))
+    reports = gatherer({}, machines)
+    for _ in range(COMPARISONS + 2):
+        (report,) = reports.gather({}, memory_bytes=1)
+    assert report.clock_s == found
