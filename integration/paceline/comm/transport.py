@@ -15,6 +15,7 @@ shapes travel ahead of the tensors, once.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -137,8 +138,8 @@ class Lane:
         self._queue: SimpleQueue[_Message | None] = SimpleQueue()
         self._sent: list[_Message] = []
         """Messages on their way, of which the thread is yet to hear."""
-        self._last_left: _Message | None = None
-        """The last message that the thread was left to issue."""
+        self._last_left: weakref.ref[_Message] | None = None
+        """The last message that the thread was left to issue; its memory is not kept."""
         # In the paired order the backend orders its work on the device's streams, and the host need not wait.
         self._thread = (
             None if batch is not None else Thread(target=on_this_device(self._carry_out), name=name, daemon=True)
@@ -282,13 +283,14 @@ class Lane:
             self._batch.add(self, message, send)
             return
         must_wait = message.ready or message.is_announced or (send and message.num_bytes > self.at_once_bytes)
-        if not must_wait and (self._last_left is None or self._last_left.has_begun):
+        last_left = None if self._last_left is None else self._last_left()
+        if not must_wait and (last_left is None or last_left.has_begun):
             self._attempt(self._begin, message)
             if send and len(self._sent) < SENT_AT_ONCE:  # it ends by itself, and nobody waits for it
                 self._sent.append(message)
                 return
         else:  # in the order of the lane
-            self._last_left = message
+            self._last_left = weakref.ref(message)
         self.see_to_sent()
         self._queue.put(message)
 

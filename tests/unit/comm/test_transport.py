@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -207,7 +208,7 @@ def test_small_messages_are_issued_by_the_caller_and_large_ones_by_the_thread(
     for number, length in enumerate((2, 3, 2)):
         sender.shapes.learn(length, meta_of(torch.zeros(length)))
         sender.send(number, length, torch.zeros(length))
-        while sender._last_left is not None and not sender._last_left.has_begun:
+        while sender._last_left is not None and (left := sender._last_left()) is not None and not left.has_begun:
             time.sleep(0.001)
     assert sender._thread is not None
     assert issuers == [get_ident(), sender._thread.ident, get_ident()]
@@ -257,6 +258,23 @@ def test_a_small_message_does_not_overtake_a_large_one(wire: Wire) -> None:
         sender.send(number, length, torch.full((length,), float(number)))
     sender.close()
     assert [work.tensor[0].item() for work in wire.sent] == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_memory_of_what_was_sent_is_let_go(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of the last message that the thread has sent, while there is no other."""
+    sent: list[weakref.ref[Tensor]] = []
+
+    def isend(tensor: Tensor, *_: Any, **__: Any) -> Work:
+        sent.append(weakref.ref(tensor))
+        return Work(torch.zeros(0))
+
+    sender = lane(True, "free")
+    sender.at_once_bytes = 8
+    sender.shapes.learn(3, meta_of(torch.zeros(3)))
+    monkeypatch.setattr(wire, "isend", isend)
+    sender.send(0, 3, torch.zeros(3))
+    sender.close()
+    assert [tensor() for tensor in sent] == [None]
 
 
 def test_closing_a_lane_delivers_what_was_sent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
