@@ -115,9 +115,10 @@ def read_micro_batch(batch: object) -> MicroBatch:
             "or a pair (input_ids, labels)."
         )
     for name in ("input_ids", "labels"):
-        if name not in given:
+        if given.get(name) is None:
+            there = sorted(key for key, value in given.items() if value is not None)
             raise ValueError(
-                f"a micro-batch has {sorted(given)} but no {name!r}: add it"
+                f"a micro-batch has {there} but no {name!r}: add it"
                 + (" (a copy of input_ids, -100 where there is no loss)." if name == "labels" else ".")
             )
     unknown = set(given) - {"input_ids", "labels", *SIDE_INPUTS}

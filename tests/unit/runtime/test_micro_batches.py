@@ -109,6 +109,14 @@ def test_a_mask_of_ones_is_no_mask() -> None:
     assert read.side == {}
 
 
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_what_is_none_is_missing(name: str) -> None:
+    ids = torch.arange(6).reshape(2, 3)
+    other = ({"input_ids", "labels"} - {name}).pop()
+    with pytest.raises(ValueError, match=rf"has \['{other}'\] but no '{name}': add it"):
+        read_micro_batch({"input_ids": ids, "labels": ids, "attention_mask": None, name: None})
+
+
 @pytest.mark.parametrize(("device", "is_pinned"), [("cuda:0", True), ("cpu", False)])
 def test_what_goes_to_a_gpu_is_pinned(device: str, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[torch.Tensor] = []
