@@ -108,6 +108,8 @@ class PipelineMeasurements:
         """Layers of this rank, until reports are gathered."""
         self.reports: Sequence[Report] = []
         """On the first rank, of all ranks, from :meth:`gather` to :meth:`before_switch`."""
+        self._reported = 0
+        """Steps that were done when they were gathered: a planning may go on beside further steps."""
         self._has_switched = False
         """At the last planning."""
         self._disturbed: set[int] = set()
@@ -169,7 +171,7 @@ class PipelineMeasurements:
         self._meter.recorder.forget()
         if self._agreement.decides:
             self.costs.update(reports)
-            self.reports = reports
+            self.reports, self._reported = reports, self._pipeline.global_steps
         if self._times_layers and not self._untried and uneven_s is not None:
             is_untimed = not self.costs.items  # the step that was to be timed may have failed
             is_untimed, self.guesses = self._agreement.from_first((is_untimed, bool(self.costs.guessed)))
@@ -193,7 +195,7 @@ class PipelineMeasurements:
             )
             is_near_switch = self._timelines.records_switches and (switches or self._has_switched)
             if is_near_switch and self._timelines.is_drawn and all(report.steps for report in self.reports):
-                self._timelines.write(self.reports, self.costs)
+                self._timelines.write(self.reports, self.costs, self._reported)
         self._has_switched, self.reports = switches, []
 
     def begin_step(self, done: int, until_planning: int | None) -> None:

@@ -47,14 +47,15 @@ class TimelineWriter:
         num_stages = order.num_stages if isinstance(order, Schedule) else len(order.routes[0])
         return num_stages * order.num_micro_batches <= DRAWN
 
-    def write(self, reports: Sequence[Report], costs: MeasuredCosts) -> None:
-        """Write the last step of the first replica, which ran as the next one is to.
+    def write(self, reports: Sequence[Report], costs: MeasuredCosts, step: int | None = None) -> None:
+        """Write the last reported step of the first replica, which ran as the next one is to.
 
         Args:
-            reports: of all ranks, of steps up to this one.
+            reports: of all ranks.
             costs: updated by them.
+            step: number of that step; None: it is the last one that is done.
         """
-        step, order = self.step(), self.order()
+        order, step = self.order(), self.step() if step is None else step
         pipe = sorted((report for report in reports if report.replica == 0), key=lambda report: report.device)
         size = self.micro_batch_size()
         # Nothing was measured of a size of which no step has run whole.

@@ -244,6 +244,9 @@ class Pipe(Job):
         assert not self.steps, "what a step took is dropped with its messages"
         self.skipped_after.append(self.global_steps)
 
+    def write(self, reports: Any, costs: Any, step: int) -> None:
+        self._note("record", step)
+
     def run_candidate(self, candidate: Candidate) -> None:
         self._note("schedule", candidate)
         self.current = candidate
@@ -502,11 +505,12 @@ def test_layers_move_when_what_is_sent_ahead_has_come_together_with_the_schedule
     found = []
     for sends_ahead in (False, True):
         pipe = Pipe((4.0, 2.0, 1.0), latency_s=0.4)
-        pipe.sends_ahead, pipe.steps_ahead = sends_ahead, steps_ahead
+        pipe.sends_ahead, pipe.steps_ahead, pipe.records_switches = sends_ahead, steps_ahead, True
         controller = follow(pipe, ADAPTIVE)
         pipe.train(controller, 14)
         assert [step for step, _ in pipe.noted("prepare")] == [6]
         found.append((pipe.noted("move"), pipe.noted("schedule")[-1], controller.decisions))
+        assert pipe.noted("record")[0] == (pipe.noted("move")[0][0], 6), "of the step that was looked at"
         # Steps beside which something moves tell little of links.
         assert pipe.skipped_after == list(range(7, 8 + (steps_ahead if sends_ahead else 0)))
     (moved, schedule, decided), (moved_later, schedule_later, decided_later) = found

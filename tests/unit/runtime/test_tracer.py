@@ -76,6 +76,15 @@ def test_a_step_takes_from_the_first_rank_that_begins_to_the_last_that_ends(tmp_
     assert record.measured_s == pytest.approx(steps[-1].ended_s - reports[0].steps[-1].begun_s)
 
 
+def test_a_step_that_was_reported_earlier_keeps_its_number(tmp_path: Path) -> None:
+    """A planning may go on beside further steps."""
+    job = Job(tmp_path, 1)
+    job.train(1)
+    job.step = 3
+    job.tracer.timelines.write(job.gatherer.reports, job.tracer.costs, 2)
+    assert [record.step for record in step_records.read(tmp_path)] == [1, 2]
+
+
 def test_a_folder_that_cannot_be_written_to_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
