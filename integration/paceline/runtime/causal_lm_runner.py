@@ -195,7 +195,8 @@ class CausalLMRunner(StageRunner):
         stream, side, routing = live.inputs
         live.label_tokens = self._book.label_tokens  # a forward is of the newest step
         facts = self._book.shapes[number].masks
-        if self.own_loss is not None or not self._module.training:  # they may look at outputs at padding
+        # They may look at outputs at padding.
+        if self._book.keeps_masks or self.own_loss is not None or not self._module.training:
             facts = replace(facts, is_dispensable=False)
         with self._graph(), known(facts), self._around.forward():
             out, routing_out = self._module(stream, side, routing, self._chunk)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -160,8 +160,6 @@ class CausalLMSteps:
                 "generator and the data do too, let them draw from one of their own, or in dataloader workers."
             )
         shapes = [] if failed else shapes_in(tables[0])
-        if book.keeps_masks:
-            shapes = [replace(shape, masks=replace(shape.masks, is_dispensable=False)) for shape in shapes]
         book.shapes, book.loaded = shapes, self.ready(loaded)
         loads = [0] * self._replicas.size
         loads[self._replicas.number] = len(shapes)

@@ -9,14 +9,22 @@ from typing import Any
 import pytest
 
 from paceline.hf.masks import MaskFacts, known_facts
-from paceline.runtime.causal_lm_runner import CausalLMRunner
+from paceline.runtime.causal_lm_runner import CausalLMRunner, StepBook
 
 
 @pytest.mark.parametrize(
-    ("trains", "own_loss", "is_dispensable"),
-    [(True, None, True), (False, None, False), (True, lambda *_: None, False)],
+    ("trains", "own_loss", "natural", "is_dispensable"),
+    [
+        (True, None, False, True),
+        (False, None, False, False),
+        (True, lambda *_: None, False, False),
+        (True, None, True, False),
+    ],
 )
-def test_only_where_nobody_else_looks_at_its_outputs(trains: bool, own_loss: Any, is_dispensable: bool) -> None:
+def test_only_where_nobody_else_looks_at_its_outputs(
+    trains: bool, own_loss: Any, natural: bool, is_dispensable: bool
+) -> None:
+    """However the step was begun: natural gradients look at all rows without a flush, too."""
     told: list[MaskFacts | None] = []
 
     class Module:
@@ -28,7 +36,7 @@ def test_only_where_nobody_else_looks_at_its_outputs(trains: bool, own_loss: Any
 
     facts = MaskFacts(is_padded=True, is_dispensable=True)
     runner: Any = SimpleNamespace(
-        _book=SimpleNamespace(shapes=[SimpleNamespace(masks=facts)], label_tokens=0),
+        _book=StepBook(shapes=[SimpleNamespace(masks=facts)], keeps_masks=natural),  # type: ignore[list-item]
         _module=Module(),
         _chunk=0,
         _graph=nullcontext,
