@@ -120,7 +120,8 @@ class ControlPlane:
             own = tree_map_only(_Place, lambda place: torch.empty(place.shape, dtype=place.dtype), told[0])
         for leaf in tree_leaves(own):
             if torch.is_tensor(leaf):
-                dist.broadcast(leaf, src=source, group=self.pipe)
+                # As bytes: gloo's collectives do not know all dtypes.
+                dist.broadcast(leaf.view(-1).view(torch.uint8), src=source, group=self.pipe)
         return own
 
     def settle(self, error: BaseException | None, doing: str, *, notices: bool = False) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from support.ranks import run_ranks
 
@@ -35,3 +38,27 @@ def test_the_end_of_the_data_explains_nothing_where_another_rank_failed(
 ) -> None:
     for error, told in zip(errors, run_ranks(settled, 3, errors), strict=True):
         assert told == (("RuntimeError", "no memory") if error is BROKEN else wanted)
+
+
+def values() -> list[Any]:
+    numbers = torch.arange(6).view(2, 3)
+    dtypes = (torch.int16, torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.complex64)
+    return [*map(numbers.to, dtypes), numbers.t(), torch.tensor(7, dtype=torch.int16), numbers[:0], "text"]
+
+
+def shown(found: list[Any]) -> list[Any]:
+    return [(str(one.dtype), one.shape, one.tolist()) if isinstance(one, torch.Tensor) else one for one in found]
+
+
+def brought() -> list[Any]:
+    import torch.distributed as dist
+
+    from paceline.comm.control import ControlPlane
+
+    dist.init_process_group("gloo")
+    return shown(ControlPlane.create().over_stages(values() if dist.get_rank() == 1 else [], 1))
+
+
+def test_tensors_of_any_dtype_and_size_come_to_all_stages() -> None:
+    """What an evaluation makes of logits: token ids in 16 bits, for one."""
+    assert run_ranks(brought, 2) == [shown(values())] * 2
