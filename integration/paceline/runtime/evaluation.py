@@ -68,7 +68,7 @@ class Evaluation:
             asked to stop (``is_stopping``) it ends early, with what there is.
         """
         sums = torch.zeros(2, dtype=torch.float64)
-        for seen in self._run(iter(batches), None):
+        for seen in self._run(batches, None):
             if self._control.rank == self._loss_rank:
                 total = torch.stack([loss for loss, _ in seen]).sum() if seen else torch.zeros(())
                 sums += torch.tensor([total.item(), self._book.own_label_tokens], dtype=torch.float64)
@@ -93,14 +93,14 @@ class Evaluation:
         Yields:
             On every rank, in order; tensors are on the CPU.
         """
-        for seen in self._run(iter(batches), see, whole_loss=True):
+        for seen in self._run(batches, see, whole_loss=True):
             counts = [shape.label_tokens for shape in self._book.shapes]
             told = [(loss.cpu() / count, kept) for (loss, kept), count in zip(seen, counts, strict=False)]
             yield from self._control.over_stages(told, self._loss_rank) if self._is_pipe_parallel else told
 
     @torch.no_grad()
     def _run(
-        self, batches: Iterator[object], see: Callable[[Tensor, Tensor], object] | None, whole_loss: bool = False
+        self, batches: Iterable[object], see: Callable[[Tensor, Tensor], object] | None, whole_loss: bool = False
     ) -> Iterator[list[Seen]]:
         """Pass ``batches`` forward, as many at a time as a step has; what the last stage has seen of them.
 
@@ -108,10 +108,11 @@ class Evaluation:
             whole_loss: with the router's, where the model has one.
         """
         pipeline, steps = self._pipeline, self._steps
+        iterator = iter(batches) if steps.reads else None  # elsewhere there may be none
         was_training = pipeline.module.training
         try:
             while True:
-                trained_on, pipeline.data_iterator = pipeline.data_iterator, batches if steps.reads else None
+                trained_on, pipeline.data_iterator = pipeline.data_iterator, iterator
                 pipeline.module.eval()
                 inspection = Inspection(see, whole_loss)
                 for runner in self._runners:
