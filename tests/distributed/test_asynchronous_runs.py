@@ -272,19 +272,23 @@ def test_the_schedule_cannot_change() -> None:
 
 
 PARTS = [[0, 3, 4, 5, 8], [0, 2, 4, 6, 8], [0, 2, 3, 5, 8]]
+TWO_STAGES = [[0, 4, 8], [0, 5, 8], [0, 3, 8]]
 
 
-def changes_parts(schedule: Any, saved: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Two steps with each of :data:`PARTS`: layers move, or a checkpoint in ``saved`` makes another engine."""
-    engine = make(schedule, num_hidden_layers=6, partition=PARTS[0])
+def changes_parts(
+    schedule: Any, boundaries: list[list[int]], saved: str | None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Two steps with each of ``boundaries``: layers move, or a checkpoint in ``saved`` makes another engine."""
+    stages = len(boundaries[0]) - 1
+    engine = make(schedule, stages, num_hidden_layers=6, partition=boundaries[0])
     losses, data = [], chain.from_iterable(map(step_batches, range(6)))
-    for number, parts in enumerate(PARTS):
+    for number, parts in enumerate(boundaries):
         if number and saved is None:
-            assert engine.repartition(parts)["from"] == PARTS[number - 1]
+            assert engine.repartition(parts)["from"] == boundaries[number - 1]
         elif number:
             engine.save_checkpoint(saved, tag=str(number))
             engine.destroy()
-            engine = make(schedule, num_hidden_layers=6, partition=parts)
+            engine = make(schedule, stages, num_hidden_layers=6, partition=parts)
             engine.load_checkpoint(saved, tag=str(number))
         losses += [engine.train_batch(iter(list(islice(data, MICRO_BATCHES)))) for _ in range(2)]
     engine.flush()
@@ -294,10 +298,15 @@ def changes_parts(schedule: Any, saved: str | None) -> tuple[list[float], dict[s
     return found
 
 
-@pytest.mark.parametrize("schedule", [{**MULTI, "optimizer_owners": "mirror"}, ONE], ids=["mirror", "one direction"])
-def test_layers_move_between_steps(schedule: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "boundaries"),
+    [({**MULTI, "optimizer_owners": "mirror"}, PARTS), (ONE, PARTS), ({**MULTI, "directions": 2}, TWO_STAGES)],
+    ids=["mirror", "one direction", "between stages of the same devices"],
+)
+def test_layers_move_between_steps(schedule: Any, boundaries: list[list[int]], tmp_path: Path) -> None:
     """After a drain, with everything that belongs to them: every bit is as after a checkpoint and another engine."""
-    anew, moved = (run_ranks(changes_parts, 4, schedule, saved) for saved in (str(tmp_path), None))
+    ranks = len(boundaries[0]) - 1
+    anew, moved = (run_ranks(changes_parts, ranks, schedule, boundaries, saved) for saved in (str(tmp_path), None))
     for (losses, weights), (own_losses, own_weights) in zip(anew, moved, strict=True):
         assert own_losses == losses
         assert own_weights.keys() == weights.keys()

@@ -490,10 +490,9 @@ class _Change:
         before, after = items_of_stages(old, stages), items_of_stages(new, stages)
         self.leaving = [item for item in before if item not in after]
         self.arriving = [item for item in after if item not in before]
-
-    @property
-    def concerns_this_stage(self) -> bool:
-        return bool(self.leaving or self.arriving)
+        self.concerns_this_stage = any(self.old[s : s + 2] != self.new[s : s + 2] for s in stages)
+        """Whether a stage here changes. An item that goes from one to another one here neither leaves nor arrives, but
+        its gradients are complete with another stage's now."""
 
 
 def _freeze_as_noted(arrived: Mapping[int, nn.Module | None], notes: Mapping[int, Sequence[TensorNote]]) -> None:
