@@ -161,6 +161,8 @@ def test_busy_experts_leave_a_slow_rank() -> None:
 
 def resume_job(directory: str, family: str, zero: int, accumulation: int) -> dict[str, Any]:
     """Saved with experts anywhere; read by another engine of ours, and by stock DeepSpeed."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
     start()
     first = built(family, zero, 2, accumulation, {}, **BY_HAND)
     models.train(first, range(2 * accumulation))
@@ -176,6 +178,9 @@ def resume_job(directory: str, family: str, zero: int, accumulation: int) -> dic
     _, state = second.load_checkpoint(directory)
     assert second.rebalancer.placements() == placements, "the placement was not restored"
     result["client state"] = state.get("mine"), "paceline" in state
+    models.scatter_experts(second, 2)
+    masters = {name: (p, safe_get_full_fp32_param(p)) for name, p in second.module.named_parameters()}
+    result["other masters"] = [n for n, (p, master) in masters.items() if zero and not torch.equal(p, master)]
     result["resumed"] = models.train(second, later)
     found = state_in_order(second)
     result["other weights"] = [name for name in wanted if not torch.equal(wanted[name], found[name])]
@@ -197,6 +202,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
         assert rank["stock"] == rank["uninterrupted"]
         assert rank["other weights"] == []
         assert rank["client state"] == (7, False)
+        assert rank["other masters"] == []  # who reads them waits for those that are on their way
 
 
 def saving_job(directory: str, family: str, zero: int, ep: int) -> list[float]:

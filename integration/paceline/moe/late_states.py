@@ -16,6 +16,9 @@ READERS = ("state_dict", "load_state_dict", "refresh_fp32_params")
 READERS_OF_PARAMETER = ("get_full_hp_param", "set_full_hp_param")
 """Methods of a parameter that ``deepspeed.utils.safe_get_full_fp32_param`` and its like call."""
 
+LINK = "_link_all_hp_params"
+"""Method of DeepSpeed's optimizers that gives parameters these methods: anew after a checkpoint was loaded."""
+
 
 class LateStates:
     """Masters and states on their way to this rank, waited for by whoever looks at them. Nothing here is collective.
@@ -30,11 +33,11 @@ class LateStates:
 
     def __init__(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
         self._arrive: Callable[[], None] | None = None
-        readers = [(optimizer, READERS), *((parameter, READERS_OF_PARAMETER) for parameter in parameters)]
-        for owner, names in readers:
-            for name in names:
-                if (read := getattr(owner, name, None)) is not None:
-                    setattr(owner, name, partial(self._settled, read))
+        self._parameters = list(parameters)
+        self._have_wait([optimizer], READERS)
+        self._have_wait(self._parameters, READERS_OF_PARAMETER)
+        if (link := getattr(optimizer, LINK, None)) is not None:
+            setattr(optimizer, LINK, partial(self._linked, link))
 
     def expect(self, arrive: Callable[[], None]) -> None:
         """Have ``arrive`` called before anybody looks."""
@@ -59,6 +62,16 @@ class LateStates:
             return states(parameter)
 
         return waiting
+
+    def _have_wait(self, owners: Sequence[Any], names: Sequence[str]) -> None:
+        for owner in owners:
+            for name in names:
+                if (read := getattr(owner, name, None)) is not None:
+                    setattr(owner, name, partial(self._settled, read))
+
+    def _linked(self, link: Callable[[], None]) -> None:
+        link()
+        self._have_wait(self._parameters, READERS_OF_PARAMETER)
 
     def _settled(self, read: Callable[..., object], *args: object, **kwargs: object) -> object:
         self.settle()

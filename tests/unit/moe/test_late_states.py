@@ -49,6 +49,22 @@ def test_readers_wait_once() -> None:
         assert read() == wanted
 
 
+def test_readers_wait_after_a_checkpoint_was_loaded_too() -> None:
+    """DeepSpeed links parameters and masters anew then."""
+    parameter = expert()
+
+    def link() -> None:
+        parameter.get_full_hp_param = lambda key=None: "linked anew"
+
+    optimizer = SimpleNamespace(_link_all_hp_params=link)
+    late = LateStates(optimizer, [parameter])
+    optimizer._link_all_hp_params()
+    late.expect(arrive)
+    with pytest.raises(Waited):
+        safe_get_full_fp32_param(parameter)
+    assert safe_get_full_fp32_param(parameter) == "linked anew"
+
+
 def test_what_is_expected_later_waits_for_what_was_before() -> None:
     late = LateStates(SimpleNamespace(), [])
     late.expect(arrive)
