@@ -224,7 +224,8 @@ def test_what_cannot_move_is_refused_on_every_rank_and_training_goes_on(kind: st
 # -- accidents ---------------------------------------------------------------------------------------------------------
 
 
-def fails_half_way() -> list[str]:
+def fails_half_way(root: str) -> list[str]:
+    import paceline
     from paceline.runtime import migration
 
     engine = lm_engine()
@@ -240,6 +241,8 @@ def fails_half_way() -> list[str]:
         lambda: engine.repartition([0, 2, ITEMS]),
         lambda: engine.train_batch(lm_batches(engine, 1)),
         lambda: engine.evaluate(lm_batches(engine, 1)),
+        lambda: engine.save_checkpoint(root),
+        lambda: paceline.export(engine.module, f"{root}/model", engine.control),
     ):
         try:
             call()
@@ -249,14 +252,16 @@ def fails_half_way() -> list[str]:
     return messages
 
 
-def test_an_engine_that_failed_half_way_does_not_go_on() -> None:
-    for first, *others in run_ranks(fails_half_way, 2):
+def test_an_engine_that_failed_half_way_does_not_go_on(tmp_path: Path) -> None:
+    """Nor does it write what is left of its model over what was written before."""
+    for first, *others in run_ranks(fails_half_way, 2, str(tmp_path)):
         assert first == "no route to host"
         for message in others:
             assert re.search(
                 r"left half-way \(layers were being moved; RuntimeError: no route to host\).*load the last checkpoint",
                 message,
             )
+    assert list(tmp_path.iterdir()) == []
 
 
 def moves(what: str, where: str, root: str) -> None:

@@ -417,7 +417,7 @@ def make_migrator(engine: PacelineEngine) -> Migrator | None:
         device,
         parameters=partial(parameters_of_stages, engine),
         step=lambda: int(engine.global_steps),
-        half_way=engine.half_way.during,
+        half_way=partial(engine.half_way.during, takes_apart=True),
         learned=[*learned, *([] if engine.natural_gradient is None else [engine.natural_gradient])],
         after=engine.forget_old_stages,
     )

@@ -181,7 +181,7 @@ class PacelineEngine(PipelineEngine):
         self.checkpointer = assembly.make_checkpointer(self)
         self._start_partition()
         if isinstance(self.module, CausalLMPipeline):
-            self.module.settle = self.flush
+            self.module.settle = self._flush_whole
             if self._config.pipeline["activation_checkpoint_interval"] > 0:
                 self.module.enable_gradient_checkpointing()
 
@@ -645,6 +645,11 @@ class PacelineEngine(PipelineEngine):
         if self.asynchronous is not None:
             self.asynchronous.flush()
 
+    def _flush_whole(self) -> None:
+        """:meth:`flush`, for what the whole model is about to be written by."""
+        self.half_way.check_model()
+        self.flush()
+
     def _aggregate_total_loss(self) -> Tensor:
         """The step's loss, of all replicas, on every rank."""
         if step_loss.comes_with_norm(self):
@@ -797,7 +802,7 @@ class PacelineEngine(PipelineEngine):
     ) -> bool:
         """See :meth:`~paceline.runtime.checkpointer.Checkpointer.save`, which has the other options."""
         self.half_way.check_goes_on()
-        self.flush()
+        self._flush_whole()
         return self.checkpointer.save(
             save_dir, tag, client_state, save_latest, exclude_frozen_parameters=exclude_frozen_parameters, **options
         )

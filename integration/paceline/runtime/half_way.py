@@ -14,6 +14,7 @@ class HalfWay:
 
     def __init__(self) -> None:
         self._left_in: str | None = None
+        self._is_in_pieces = False
 
     @property
     def is_whole(self) -> bool:
@@ -28,18 +29,28 @@ class HalfWay:
                 "step; make another engine, and load the last checkpoint."
             )
 
+    def check_model(self) -> None:
+        """Raise RuntimeError if the model was left in pieces: what would be written is no model."""
+        if self._is_in_pieces:
+            self.check()
+
     def check_goes_on(self) -> None:
         """Raise RuntimeError if the engine was destroyed: it has no masters and no optimizer states any more."""
         if self.is_over:
             raise RuntimeError("the engine was destroyed: it trains, saves and loads no more; make another one.")
 
     @contextmanager
-    def during(self, what: str) -> Iterator[None]:
-        """Around what must not end in the middle."""
+    def during(self, what: str, *, takes_apart: bool = False) -> Iterator[None]:
+        """Around what must not end in the middle.
+
+        Args:
+            takes_apart: parts of the model are nowhere meanwhile.
+        """
         around, self._left_in = self._left_in, what
         try:
             yield
         except BaseException as error:
             self._left_in = f"{what}; {type(error).__name__}: {error}"
+            self._is_in_pieces |= takes_apart
             raise
         self._left_in = around
