@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import shutil
 import time
@@ -33,6 +34,8 @@ from .format import (
     write_file,
 )
 from .reader import own_checkpoints
+
+logger = logging.getLogger("paceline")
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.01, 0.5
 VERDICT_MARGIN_S = 60.0
@@ -266,7 +269,10 @@ def _delete_beyond(save: Save, keep: int) -> None:
     for path, manifest in own:
         if manifest["sequence"] < min(complete[-keep:]):
             doomed = save.root / f".{path.name}.{save.id}.draft"
-            path.rename(doomed)
+            try:
+                path.rename(doomed)
+            except OSError as error:  # somebody else's, or gone: the new one is there all the same
+                logger.warning("%s, an older checkpoint, cannot be deleted: %s", path, error.strerror)
             shutil.rmtree(doomed, ignore_errors=True)
 
 

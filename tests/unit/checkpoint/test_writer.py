@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -175,6 +177,25 @@ def test_save_total_limit(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-30" / "meta.pt").unlink()
     saved(tmp_path, 40, keep=2)
     assert complete_checkpoints(tmp_path) == [tmp_path / "checkpoint-20", tmp_path / "checkpoint-40"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_no_reason_to_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody else deletes it at the same moment; the new one is in place."""
+    saved(tmp_path, 1)
+    is_whole = publishing.problem_of
+
+    def deletes(path: Path, manifest: dict[str, Any]) -> str | None:
+        problem = is_whole(path, manifest)
+        if path.name == "checkpoint-1":
+            shutil.rmtree(path)
+        return problem
+
+    monkeypatch.setattr(publishing, "problem_of", deletes)
+    assert saved(tmp_path, 2, keep=1) == complete_checkpoints(tmp_path)
+    assert "checkpoint-1, an older checkpoint, cannot be deleted: No such file or directory" in caplog.text
+    assert hidden(tmp_path) == []
 
 
 @pytest.mark.parametrize("exchange", [True, False])
