@@ -124,7 +124,7 @@ class CheckpointWriter:
 
     def start(self) -> None:
         """The second half: begin to write what was taken. If one rank could not take it, none may start."""
-        root, tag, *arguments = self._taken
+        (root, tag, *arguments), self._taken = self._taken, None  # or it would keep the job of ``files`` until the exit
         save = self._next(root, tag)
         self._thread = threading.Thread(
             target=on_this_device(self._write), args=(save, *arguments), name="paceline-checkpoint", daemon=True
@@ -172,7 +172,7 @@ class CheckpointWriter:
         try:
             self.wait()
         finally:
-            self._snapshot = Snapshot()
+            self._snapshot, self._taken = Snapshot(), None
 
     def _next(self, root: Path, tag: str) -> Save:
         self._number += 1

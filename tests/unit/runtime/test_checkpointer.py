@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -292,6 +294,17 @@ def test_files_are_written_into_the_draft(tmp_path: Path) -> None:
     job = Job(write_model=lambda draft: (draft / "model").touch())
     job.checkpointer.save(tmp_path, "a", files=lambda draft: (draft / "mine").touch())
     assert {"model", "mine"} <= {path.name for path in (tmp_path / "a").iterdir()}
+
+
+def test_a_job_that_has_saved_can_be_let_go(tmp_path: Path) -> None:
+    """The writer lives until the exit, to end what it writes."""
+    job = Job()
+    job.checkpointer.save(tmp_path)
+    job.checkpointer.close()
+    model = weakref.ref(job.model)
+    del job
+    gc.collect()
+    assert model() is None
 
 
 @pytest.mark.parametrize("is_quantised", [False, True])
