@@ -144,7 +144,8 @@ class Checkpointer:
             exclude_frozen_parameters: leave out what is not trained: to go on, the model has to be made as at first.
                 Quantised weights are left out in any case.
             wait: return when the checkpoint is there. Otherwise return when everything is copied; training goes on
-                while it is written, and what goes wrong is raised by the next step, save or :meth:`finish`.
+                while it is written, and what goes wrong is raised by the next step, save, :meth:`load` or
+                :meth:`finish`.
             keep: delete older checkpoints beyond so many.
             files: called with a folder in which rank 0 may write more files.
 
@@ -285,6 +286,8 @@ class Checkpointer:
     ) -> tuple[str | None, dict[str, object]]:
         """Load a checkpoint of any shape: other stages, partition, replicas, ZeRO stage.
 
+        Waits for a save that is still being written: until then ``latest`` names the one before, which it may delete.
+
         Training goes on bitwise as it would have where the shape is the same; the states of random number generators
         (dropout) belong to ranks and are restored only then.
 
@@ -296,9 +299,10 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank: a file is missing, truncated or torn, or there are only such checkpoints;
-                names the last complete one.
+                names the last complete one. Or the save that was being written failed, and nobody has heard of it.
             ValueError: on every rank: it is a checkpoint of another model.
         """
+        self.finish()
         path = self._found(Path(load_dir), None if tag is None else str(tag))
         if path is None:
             return None, {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -288,6 +289,18 @@ def test_what_is_under_way_ends_before_anything_is_copied(tmp_path: Path) -> Non
     other = Job()
     other.checkpointer.load(tmp_path, "a")
     assert all(bool((value == 5.0).all()) for value in other.values)
+
+
+def test_what_is_being_written_is_what_is_loaded(tmp_path: Path) -> None:
+    """Not the one before, which goes when it is there."""
+    job = Job()
+    job.checkpointer.save(tmp_path, "a")
+    job.step()
+    wanted = job.values
+    job.checkpointer.save(tmp_path, "b", wait=False, keep=1, files=lambda draft: time.sleep(0.2))
+    job.step()
+    assert job.checkpointer.load(tmp_path)[0] == str(tmp_path / "b")
+    assert same(job.values, wanted)
 
 
 def test_files_are_written_into_the_draft(tmp_path: Path) -> None:
