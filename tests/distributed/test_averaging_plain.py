@@ -217,8 +217,11 @@ def test_a_trainer_script_averages(tmp_path: Path) -> None:
         assert [line.partition(": ")[2].split()[1] for line in rounds] == ["1", "1", "2"], lines
 
 
-def trained(light: str, directory: str, stages: int | None) -> tuple[dict[str, Tensor], int]:
-    """By ``PacelineTrainer``, with or without a pipeline; three steps, of which the last is after the last round."""
+def trained(light: str, directory: str, stages: int | None) -> tuple[dict[str, Tensor], int, list[float]]:
+    """By ``PacelineTrainer``, with or without a pipeline; three steps, of which the last is after the last round.
+
+    Weights, rounds, and the losses that the islands told in the last one.
+    """
     from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
     import paceline
@@ -249,19 +252,21 @@ def trained(light: str, directory: str, stages: int | None) -> tuple[dict[str, T
     trainer.train()
     engine = trainer.model_wrapped
     own = weights_of(engine) if stages else {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    return own, engine.averager.round
+    exchanges = engine.averager.exchanges
+    return own, engine.averager.round, exchanges[-1]["losses"] if exchanges else []
 
 
 def test_our_trainer_takes_the_last_average(tmp_path: Path) -> None:
-    """Of an island with a pipeline and one without."""
+    """Of an island with a pipeline and one without, which tell losses of the same kind: of a step, for each token."""
     with lighthouses(1) as (light,):
         islands = [
             Island(trained, 1, (light, str(tmp_path / "plain"), None)),
             Island(trained, 2, (light, str(tmp_path / "pipeline"), 2)),
         ]
-        ((plain, rounds),), pipeline = run_islands(islands)
+        ((plain, rounds, losses),), pipeline = run_islands(islands)
     assert rounds == pipeline[0][1] == 2
-    merged = {name: tensor for weights, _ in pipeline for name, tensor in weights.items()}
+    assert losses[0] == pytest.approx(losses[1], rel=0.1), "both models are all but untrained"
+    merged = {name: tensor for weights, *_ in pipeline for name, tensor in weights.items()}
     assert_equal({name: merged[name] for name in plain}, plain)
 
 

@@ -66,6 +66,8 @@ class PlainEngine(DeepSpeedEngine):
             self._max_change = FlatMaxChange(self, limits)
         self._tokens = 0
         self._losses: list[torch.Tensor] = []
+        self._losses_add_up = False
+        """Whether the losses of micro-batches are shares in that of the step, as Trainer's are."""
         self.averager = make_averager(
             plan.averaging,
             self.control,
@@ -148,7 +150,8 @@ class PlainEngine(DeepSpeedEngine):
         if self.averager is not None:
             losses, self._losses = self._losses, []
             tokens, self._tokens = int(self.control.sum(torch.tensor([self._tokens]))), 0
-            loss = torch.stack(losses).mean() if losses else math.nan
+            loss = torch.stack(losses) if losses else torch.tensor([math.nan])
+            loss = loss.sum() if self._losses_add_up else loss.mean()
             self.averager.after_step(self.global_steps, loss, tokens)
 
     # -- what averaging counts -----------------------------------------------------------------------------------
@@ -160,11 +163,12 @@ class PlainEngine(DeepSpeedEngine):
             self._tokens += _num_tokens(inputs, kwargs)
         return super().forward(*inputs, **kwargs)
 
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """As DeepSpeed's."""
         if self.averager is not None:
             self._losses.append(loss.detach().float())
-        return super().backward(loss, *args, **kwargs)
+            self._losses_add_up = not scale_wrt_gas
+        return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
     def destroy(self) -> None:
         """As DeepSpeed's."""
