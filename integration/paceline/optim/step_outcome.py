@@ -37,11 +37,24 @@ class StepOutcome:
         return 1.0 if self._loss_scaler is None else self._loss_scaler.loss_scale
 
     def note_gradients(self, squares: float, scale: float) -> None:
-        """Note gradients that are multiplied by ``scale`` and have this sum of squares; the loss scale goes on."""
+        """Note gradients that are multiplied by ``scale`` and have this sum of squares; the loss scale goes on.
+
+        Raises:
+            FloatingPointError: they are not finite, and the loss scale cannot become smaller.
+        """
         self.grad_norm, self.overflow = norm_of(squares, scale), not math.isfinite(squares)
         self.change = None
         if self._loss_scaler is not None:
-            self._loss_scaler.update_scale(self.overflow)
+            try:
+                self._loss_scaler.update_scale(self.overflow)
+            except Exception as error:
+                if type(error) is not Exception:  # DeepSpeed's has no kind of its own
+                    raise
+                raise FloatingPointError(
+                    f"a gradient is not finite, and the loss scale, {self.loss_scale:g}, is the smallest "
+                    "(fp16.min_loss_scale): look for what is not finite in the data, lower the learning rate, write "
+                    "bf16 instead, or go on from an earlier checkpoint."
+                ) from error
 
     def complete(self) -> None:
         """The step changed the model."""

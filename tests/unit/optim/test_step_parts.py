@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor, nn
 
 from paceline.measure.clock import Clock
@@ -404,6 +405,15 @@ def test_skipped_steps_end_training_unless_the_scale_is_looking_for_its_height()
         outcome.note_gradients(math.nan, 8.0)
         outcome.skip()
     assert (outcome.overflow, outcome.loss_scale, scales) == (True, 8.0, [True] * (MOST_SKIPPED + 1))
+
+
+def test_the_smallest_loss_scale_ends_training_with_a_remedy() -> None:
+    scaler = DynamicLossScaler(2.0, scale_window=2, min_scale=2.0, delayed_shift=1, consecutive_hysteresis=False)
+    with pytest.raises(FloatingPointError, match=r"the loss scale, 2, is the smallest .* lower the learning rate"):
+        StepOutcome(scaler).note_gradients(math.inf, 2.0)
+    broken = SimpleNamespace(loss_scale=2.0, dynamic=True, update_scale=lambda overflow: {}["scale"])
+    with pytest.raises(KeyError):
+        StepOutcome(broken).note_gradients(math.inf, 2.0)
 
 
 # -- beside the computation ------------------------------------------------------------------------------------------
