@@ -63,13 +63,13 @@ def make_optimizer(
     if cls is torch.optim.Adam and options.get("adam_w_mode", True):
         cls = torch.optim.AdamW
         arguments.setdefault("weight_decay", 0.0)
-    if "betas" in arguments:
-        arguments["betas"] = tuple(arguments["betas"])
     if "max_grad_norm" in arguments:
         raise ValueError("optimizer.params.max_grad_norm: DeepSpeed's key is gradient_clipping; use that.")
     if device.type == "cuda" and cls in (torch.optim.Adam, torch.optim.AdamW) and "foreach" not in arguments:
         arguments.setdefault("fused", True)
     try:
+        if "betas" in arguments:
+            arguments["betas"] = tuple(arguments["betas"])
         return cls(params, **arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer {name} with params {dict(options)}: {error}; correct optimizer.params.") from error
