@@ -269,8 +269,10 @@ class PlainMasters(Masters):
         for name, parameter in self._trained.items():
             segment = self._masters.segment(parameter)
             if segment is not None:
-                real = segment.detach().reshape(-1)[: num_real(parameter, segment)]
-                if len(real):
+                num = num_real(parameter, segment)
+                # As it is, unless it is padded: flat it would be a copy where its memory is in another order.
+                real = segment.detach() if num is None else segment.detach().reshape(-1)[:num]
+                if real.numel():
                     yield name, parameter, real
 
     def stepped(self, kind: str = MASTER) -> Iterator[Share]:
@@ -282,7 +284,7 @@ class PlainMasters(Masters):
 
     def _shares(self, kind: str, instead: Callable[[Tensor], Tensor] | None = None) -> Iterator[Share]:
         if self._starts is None:
-            mine = [(name, len(segment)) for name, _, segment in self._segments()]
+            mine = [(name, segment.numel()) for name, _, segment in self._segments()]
             told = self._control.gather(mine)
             before = told[: self._control.rank] if not self._masters.are_whole else []
             self._starts = {}
@@ -295,15 +297,17 @@ class PlainMasters(Masters):
             if tensor is None and instead is not None:
                 tensor = instead(segment)
             if tensor is not None:
-                yield Share(name, start, start + len(segment), tensor)
+                yield Share(name, start, start + segment.numel(), tensor)
 
     def _state_of(self, segment: Tensor, kind: str) -> Tensor | None:
         """Stretch of a state that belongs to the segment of a flat master."""
         for flat, state in self._basic.state.items():
             first, rest = divmod(segment.data_ptr() - flat.data_ptr(), flat.element_size())
             if not rest and 0 <= first < flat.numel() and flat.device == segment.device:
-                values = state.get(kind)
-                return None if values is None else values.view(-1)[first : first + len(segment)]
+                values: Tensor | None = state.get(kind)
+                if values is None or values.shape == segment.shape:
+                    return values
+                return values.view(-1)[first : first + segment.numel()].view(segment.shape)
         return None
 
     def publish(self) -> None:

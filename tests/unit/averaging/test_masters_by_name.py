@@ -1,14 +1,15 @@
-"""Optimizers' states after an average, where they begin anew."""
+"""Masters and the optimizers' states of them: what an average is put into, and where states begin anew."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from paceline.averaging.masters_by_name import PipelineMasters
+from paceline.averaging.masters_by_name import PipelineMasters, PlainMasters
 from paceline.optim.sharded import ShardedOptimizer
 
 OPTIMIZERS = {
@@ -46,3 +47,18 @@ def test_states_begin_as_a_new_optimizers_do(name: str) -> None:
     train(getattr(torch.optim, name)(new, **options), new, range(5, 10))
     torch.testing.assert_close(masters[0], new[0], rtol=1e-6, atol=1e-7)
     assert not torch.allclose(masters[1], new[1], rtol=1e-3), "its states go on"
+
+
+def test_weights_whose_memory_is_in_another_order_take_averages_too() -> None:
+    """Where DeepSpeed steps the parameters themselves: without a pipeline, in fp32, with ZeRO 0."""
+    weight = nn.Parameter(torch.ones(2, 3, 1).transpose(0, 1))
+    basic = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    train(basic, [weight], range(1))
+    control: Any = SimpleNamespace(rank=0, gather=lambda value: [value])
+    masters = PlainMasters(control, nn.ParameterDict({"a": weight}), basic, basic)
+    values = torch.arange(6.0)
+    for kind, tensor in (("master", weight), ("momentum_buffer", basic.state[weight]["momentum_buffer"])):
+        (share,) = masters.stepped(kind)
+        assert (share.name, share.start, share.stop) == ("a", 0, 6)
+        share.tensor.copy_(values.view_as(share.tensor))
+        assert torch.equal(tensor, values.view(3, 2, 1)), kind
