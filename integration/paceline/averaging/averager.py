@@ -103,6 +103,8 @@ class Averager:
         self._rounds = BackgroundRounds(messages, lambda: connect(section, self.island, self._weigh))
         self._exchange: Exchange | None = None
         self._joined = False
+        self._is_over = False
+        """The last averages were taken, and no step has come after them."""
         self._is_anchored = False
         """The outer step has had the parameters to begin at, if it lacked them; a checkpoint may have none."""
         self._names: list[str] = []
@@ -121,6 +123,8 @@ class Averager:
         """In the last round there was no other island."""
         self._others_train = False
         """In the last round there were islands whose training was not over."""
+        self._has_failed = False
+        """The last exchange came to nothing: others were not to be reached, or this island was asked to stop."""
         self._is_left = False
         """On the first rank: nobody else has come to the last round."""
         self._to_take = 0
@@ -147,20 +151,27 @@ class Averager:
     def join(self, step: int) -> None:
         """Before a step. At the first: find the others; where they have gone on already, wait for their next round."""
         if not self._joined:
+            self._number_parameters()
             self._find_others(step)
+        self._is_over = False
+        self._anchor()
+
+    def _anchor(self) -> None:
         if not self._is_anchored:
             self._is_anchored = True
             lacks_anchors = self._outer.has_anchors and self._outer.num_anchors < len(self._names)
             if self._outer.has_anchors and self._messages.from_first(lacks_anchors):
                 self._outer.anchor(self._masters.gather(self._names) or ())
 
-    def _find_others(self, step: int) -> None:
+    def _number_parameters(self) -> None:
         self._joined = True
         numels = self._masters.numels()
         self._names = sorted(numels)
         self._parts = parts_of([numels[name] for name in self._names], self.section.parts)
         # A checkpoint may be of a run with more parts, or with longer periods.
         self._to_take = min(self._to_take, len(self._parts) - 1)
+
+    def _find_others(self, step: int) -> None:
         has_come_back = False
         for _ in self._parts:
             self._begin(step, counts=False, starts=True)
@@ -198,7 +209,8 @@ class Averager:
     def finish(self, step: int, held_out_loss: Callable[[], float] | None = None) -> None:
         """Training is over: take part in rounds until it is over on all islands, and combine the last ones if asked to.
 
-        Others that train on are waited for as at any round. Once all have ended, each part is averaged once more.
+        Others that train on are waited for as at any round. Once all have ended, each part is averaged once more. An
+        island that was stopped meanwhile does so too: its checkpoint has no steps left.
 
         Args:
             held_out_loss: computes the loss of the model as it is then, on held-out data. Called by all ranks, which
@@ -207,13 +219,15 @@ class Averager:
         Raises:
             ValueError: weights are to be fitted, and there are no held-out data.
         """
-        if not self._joined:
+        if not self._joined and (self._is_over or not self.tokens):
             return
         fits = self.section.combine_weights == HELD_OUT
         remedy = "give finish_averaging a function that computes the loss on some"
         if fault := combining_fault(PacelineConfig(averaging=self.section), held_out_loss is not None, remedy):
             raise ValueError(fault)
-        self.join(step)  # a checkpoint may have been loaded since the last step
+        if not self._joined:
+            self._number_parameters()
+        self._anchor()  # a checkpoint may have been loaded since the last step
         if self._exchange is not None and self._exchange.due == step + self.section.overlap_steps:
             # No step has come after it: the average itself, not by how much it differs, which would be rounded.
             self._exchange = replace(self._exchange, overlaps=False)
@@ -241,6 +255,7 @@ class Averager:
             if self._messages.from_first(len(self._models) > 0):
                 self._combine(held_out_loss if fits else None)
         self.close()
+        self._is_over = True
 
     def take_exchanges(self) -> list[dict[str, Any]]:
         """Figures of the exchanges since they were taken last."""
@@ -344,6 +359,7 @@ class Averager:
         others_train = any(not report.ends for report in reports if report.island != self.island)
         told = (news, is_void, is_alone, others_train)
         news, is_void, self._is_alone, self._others_train = self._messages.from_first(told)
+        self._has_failed = news is None and not is_void
         if news is not None:
             return self._take(exchange, news, values)
         if not is_void:
@@ -455,6 +471,7 @@ class Averager:
             "num_islands": self.num_islands,
             "_next_tokens": self._next_tokens,
             "_to_take": self._to_take,
+            "_is_over": self._is_over and not self._has_failed,
             "_since": self._loss.tokens,
             "_last_loss": self._loss.last,
             "_moved": self._models.moved,
@@ -466,7 +483,7 @@ class Averager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """State of any rank of an island; the first takes the first's."""
         state = tree_map_only(Tensor, Tensor.cpu, dict(state))
-        for name in ("round", "tokens", "tokens_of_all", "num_islands", "_next_tokens", "_to_take"):
+        for name in ("round", "tokens", "tokens_of_all", "num_islands", "_next_tokens", "_to_take", "_is_over"):
             setattr(self, name, state.get(name, getattr(self, name)))
         self._loss.tokens = state.get("_since", self._loss.tokens)
         self._loss.last = state.get("_last_loss", self._loss.last)

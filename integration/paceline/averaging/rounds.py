@@ -86,8 +86,8 @@ class Islands:
         island: this one's number, from 0; no two islands have the same.
         min_islands: a round waits for so many, itself included.
         timeout_s: how long a round may wait for others that are alive, or fail for whatever reason, before it raises;
-            sending tensors does not count. An island whose report says that it does not count waits for the others'
-            next round however long it takes.
+            sending tensors does not count. An island whose report says that it does not count, or whose training was
+            over before its first round here, waits for the next round of others that are alive however long it takes.
         grace_s: how long an island that has come to a round waits before it calls those of the last round that have
             not (:meth:`is_called`). One that has been called and does not come in as long again is dead to the others
             from then on, until it comes.
@@ -224,13 +224,15 @@ class Islands:
 
     def _attempt(self, report: Report, tensors: Tensors, limit_s: float) -> Outcome:
         asked = time.monotonic()
+        # Who has come to its end without a round, from a checkpoint, knows nobody whom it could call.
+        is_patient = not report.counts or (report.ends and not self._others)
         try:
             quorum = self._presence.quorum(
                 report,
                 self._failures,
-                limit_s if report.counts else _LONG_S,
+                _LONG_S if is_patient else limit_s,
                 called=self._others,
-                grace_s=self.grace_s if report.counts else math.inf,
+                grace_s=math.inf if is_patient else self.grace_s,
             )
         except TimeoutError:
             why = "fewer than min_islands are left, others are alive and have not come, or the lighthouse is gone"
@@ -240,7 +242,7 @@ class Islands:
         except RuntimeError as error:
             self._presence.find_again(asked + limit_s)
             raise _Again(f"lighthouse: {error}", time.monotonic() - asked + _PAUSE_S) from None
-        spent_s = time.monotonic() - asked + _PAUSE_S if report.counts else 0.0
+        spent_s = _PAUSE_S * report.counts if is_patient else time.monotonic() - asked + _PAUSE_S
         reports = [report_of(member) for member in quorum.participants]
         mine = [member.replica_id for member in quorum.participants].index(self._presence.id)
         if lacking := self._lacking(quorum.participants, reports, mine):

@@ -336,6 +336,27 @@ def test_who_trains_on_is_called_and_its_rate_is_for_those_that_do() -> None:
     assert job.averager.round == 2
 
 
+def test_an_island_that_was_stopped_at_its_end_takes_the_last_average() -> None:
+    """Its checkpoint has no steps left; one that was saved later has the average, and waits for nobody."""
+    ended = Job(first_round="mean")
+    ended.averager.after_step(1, 2.0, 40)
+    ended.others.error = TimeoutError("round 1 is not done.")
+    ended.averager.finish(1)
+    job = Job(joins=False, first_round="mean")
+    job.averager.load_state_dict(ended.averager.state_dict())
+    job.trains_to(1.0)
+    job.others.there = lambda own: [(Report(1, own.digest, 0.0, 2.0, 120, True, own.round, 120, ends=True), 3.0)]
+    job.averager.finish(1)
+    assert job.value == 0.25 * 1.0 + 0.75 * 3.0
+    assert [(report.counts, report.ends) for report in job.others.reports] == [(True, True)]
+    assert job.others.is_closed
+    later = Job(joins=False)
+    later.averager.finish(0)  # it has not trained
+    later.averager.load_state_dict(job.averager.state_dict())
+    later.averager.finish(1)
+    assert later.others.reports == []
+
+
 def test_parts_are_averaged_in_turn() -> None:
     job = Job(params=2, parts=2, first_round="mean")
     job.trains_to(1.0)

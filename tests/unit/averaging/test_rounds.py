@@ -154,3 +154,15 @@ def test_an_island_that_did_not_come_was_left() -> None:
     each._has_left = lighthouse.is_closed = True
     with pytest.raises(Left):
         each.round(report(0), [])
+
+
+def test_an_island_that_begins_at_its_end_waits_for_those_that_are_alive() -> None:
+    """It knows nobody whom it could call, before the first that it meets; it gives up where nobody is there."""
+    lighthouse = Lighthouse([], [member(report(1))], Closed("closed"))
+    each = islands(lighthouse, min_islands=2, grace_s=1000.0)
+    with pytest.raises(Closed):  # the other one's store is not there
+        each.round(report(0, ends=True), [torch.ones(1)])
+    assert [asked["grace_s"] for asked in lighthouse.asked] == [math.inf, math.inf, 1000.0]
+    assert [asked["timeout_s"] > 86400 for asked in lighthouse.asked] == [True, True, False]
+    with pytest.raises(TimeoutError, match="1 of at least 2 islands are there"):
+        islands(Lighthouse(*[[]] * 9), min_islands=2, timeout_s=0.05).round(report(0, ends=True), [])
