@@ -108,6 +108,8 @@ class Averager:
         self._is_anchored = False
         """The outer step has had the parameters to begin at, if it lacked them; a checkpoint may have none."""
         self._names: list[str] = []
+        self._loaded_names: list[str] = []
+        """On the first rank: of the parameters that a checkpoint's anchors and models are of, until they are used."""
         self._parts: list[range] = []
         self._like: list[Tensor] = []
         """On the first rank: shapes and dtypes of all parameters, on the meta device."""
@@ -159,6 +161,7 @@ class Averager:
     def _anchor(self) -> None:
         if not self._is_anchored:
             self._is_anchored = True
+            self._check_loaded()
             lacks_anchors = self._outer.has_anchors and self._outer.num_anchors < len(self._names)
             if self._outer.has_anchors and self._messages.from_first(lacks_anchors):
                 self._outer.anchor(self._masters.gather(self._names) or ())
@@ -170,6 +173,21 @@ class Averager:
         self._parts = parts_of([numels[name] for name in self._names], self.section.parts)
         # A checkpoint may be of a run with more parts, or with longer periods.
         self._to_take = min(self._to_take, len(self._parts) - 1)
+        known = min(self._trained_until.values(), default=0)  # or of one with fewer
+        self._trained_until = {part: self._trained_until.get(part, known) for part in range(len(self._parts))}
+        self._check_loaded()
+
+    def _check_loaded(self) -> None:
+        """What is known of parameters by their number must be of those that are averaged now."""
+        loaded, self._loaded_names = self._loaded_names, []
+        if loaded and loaded != self._names and (self._outer.has_anchors or len(self._models)):
+            logger.warning(
+                "island %d: the checkpoint's averages are of %d parameters, this run's of others, %d: outer optimizer "
+                "and last rounds begin anew.",
+                *(self.island, len(loaded), len(self._names)),
+            )
+            self._outer.load_state_dict({})
+            self._models.forget()
 
     def _find_others(self, step: int) -> None:
         has_come_back = False
@@ -464,6 +482,7 @@ class Averager:
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank between exchanges: the first rank has the outer optimizer and the last rounds."""
+        names = {"names": list(self._names or self._loaded_names)}
         return {
             "round": self.round,
             "tokens": self.tokens,
@@ -477,7 +496,7 @@ class Averager:
             "_moved": self._models.moved,
             "loss_sum": float(self._loss.sum),
             "trained_until": dict(self._trained_until),
-            **(self._models.state_dict() | self._outer.state_dict() if self.is_first else {}),
+            **(self._models.state_dict() | self._outer.state_dict() | names if self.is_first else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -492,6 +511,7 @@ class Averager:
         if self.is_first and "last_rounds" in state:
             self._models.load_state_dict(state)
             self._outer.load_state_dict(state)
+            self._loaded_names = list(state.get("names", ()))
         self._is_anchored = False
 
     def load_saved(self, saved: RankStates) -> None:

@@ -127,6 +127,10 @@ class LastModels:
             self._models.add([self._newest[i] for i in range(num_tensors)], min(1.0, self.moved / num_parts))
         self.moved = 0.0
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self._models, self._newest = RunningMean(self._models.num_rounds), {}
+
     def weights(self) -> list[float]:
         """See :meth:`RunningMean.weights`."""
         return self._models.weights()

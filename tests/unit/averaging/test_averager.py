@@ -494,6 +494,33 @@ def test_a_checkpoint_of_a_run_with_longer_periods_and_more_parts_does_not_put_o
     assert job.others.reports[-1].counts
 
 
+def test_a_checkpoint_of_a_run_with_fewer_parts_tells_of_all_when_they_were_averaged() -> None:
+    job = Job(joins=False, params=2, parts=2)
+    job.averager.load_state_dict({"round": 3, "tokens": 300, "trained_until": {0: 300}, "loss_sum": 0.0})
+    job.others.there = lambda own: [(Report(1, own.digest, 0.0, math.nan, 0, False, 3), 0.0)]
+    job.averager.join(0)
+    job.after_step(50, (0.0, 2.0, 50))
+    assert (job.others.reports[-1].round, job.others.reports[-1].trained) == (3, 50)
+
+
+def test_a_checkpoint_of_other_parameters_has_no_anchors_for_these(caplog: pytest.LogCaptureFixture) -> None:
+    """One that was frozen is trained now, and the others have other numbers than before."""
+    before = Job(outer="nesterov", combine_rounds=2)
+    before.trains_to(1.0)
+    before.after_step(100, (1.0, 2.0, 100))
+    job = Job(joins=False, outer="nesterov", combine_rounds=2)
+    job.masters.values |= {"a": torch.full((NUMEL,), 5.0)}
+    job.averager.load_state_dict(before.averager.state_dict())
+    job.others.there = lambda own: [(Report(1, own.digest, 0.0, math.nan, 0, False, own.round), 0.0)]
+    job.averager.join(1)
+    assert "of 1 parameters, this run's of others, 2" in caplog.text
+    job.trains_to(6.0)
+    job.after_step(100, (6.0, 2.0, 100))
+    assert job.masters.values["a"].tolist() == pytest.approx([5.0 + 0.7 * 1.9] * NUMEL)
+    job.others.there = lambda own: ()
+    job.averager.finish(2)
+
+
 @pytest.mark.parametrize("outer", ["nesterov", "mean"])
 def test_an_outer_step_begins_at_what_is_loaded_where_a_checkpoint_has_no_anchors(outer: Any) -> None:
     """In an engine that has trained: a checkpoint from before the first step, and one of a run without anchors."""
