@@ -93,7 +93,9 @@ class Masters(ABC):
         for state, group in self.states(names):
             for kind, value in state.items():
                 first = _first_value(kind, group)
-                if torch.is_tensor(value):
+                if kind == "momentum_buffer" and group.get("dampening"):
+                    state[kind] = None  # the first gradient of SGD's momentum is not dampened
+                elif torch.is_tensor(value):
                     value.fill_(first)  # in place: others may refer to it
                 elif isinstance(value, (int, float)) and not isinstance(value, bool):
                     state[kind] = type(value)(first)

@@ -14,7 +14,7 @@ from paceline.optim.sharded import ShardedOptimizer
 
 OPTIMIZERS = {
     "AdamW": {},
-    "SGD": {"momentum": 0.9},
+    "SGD": {"momentum": 0.9, "dampening": 0.5},
     "NAdam": {},
     "ASGD": {"lambd": 0.1},
     "Rprop": {},
