@@ -175,6 +175,8 @@ def place(
     """
     numberings = Numberings(module)
     for owned in optimizer.owned if optimizer is not None else ():
+        if not owned.master.numel():
+            continue  # it has no rows that anybody answers for
         _place_owned(optimizer, owned, numberings.of(owned.parameter), source, states)  # type: ignore[arg-type]
     for name, tensor in rest_of(module, optimizer):
         if trained_only and isinstance(tensor, nn.Parameter) and not source.kinds(name):

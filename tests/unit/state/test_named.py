@@ -1,14 +1,19 @@
-"""Which rows of the job's tensors the rows of a rank are."""
+"""Which rows of the job's tensors the rows of a rank are, and that what is saved can be loaded."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
+from paceline.checkpoint import Piece
+from paceline.optim.sharded import ShardedOptimizer
 from paceline.planning.experts import Placement
-from paceline.state.named import Numbering, Numberings
+from paceline.state.named import Numbering, Numberings, pieces, place
 
 
 @given(st.permutations(range(8)), st.integers(1, 8), st.data())
@@ -49,3 +54,35 @@ def test_experts_have_their_numbers_in_the_model() -> None:
     assert list(numberings.of(stage.layer.weight).runs(0, 3)) == [(0, 1, 4), (1, 3, 0)]
     assert numberings.of(stage.norm.weight) == Numbering((5,))
     assert list(numberings.of(stage.norm.weight).runs(1, 4)) == [(1, 4, 1)]
+
+
+class Saved:
+    """Whole tensors that were saved."""
+
+    def __init__(self, found: list[Piece]) -> None:
+        self._found = {(piece.name, piece.kind): piece.tensor.clone() for piece in found}
+
+    def kinds(self, name: str) -> list[str]:
+        return [kind for named, kind in self._found if named == name]
+
+    def shape(self, name: str, kind: str | None = None) -> tuple[int, ...]:
+        return tuple(self._found[name, kind or "master"].shape)
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+        tensor = self._found[name, kind]
+        return tensor[start:stop] if tensor.dim() else tensor
+
+
+@pytest.mark.parametrize("empty", [(0, 3), (4, 0)])
+def test_parameters_without_elements_need_not_be_saved(empty: tuple[int, int]) -> None:
+    stage: Any = nn.Module()
+    stage.num_stages, stage.weight, stage.empty = 1, nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(empty))
+    basic = torch.optim.AdamW([stage.weight, stage.empty])
+    optimizer = ShardedOptimizer(basic, {stage.weight: "weight", stage.empty: "empty"})
+    for parameter in (stage.weight, stage.empty):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    saved, value = Saved(list(pieces(stage, optimizer, replica=0))), stage.weight.detach().clone()
+    optimizer.step()
+    place(stage, optimizer, saved)
+    assert torch.equal(stage.weight, value)
