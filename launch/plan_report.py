@@ -226,9 +226,8 @@ def _num_layers(plan: Mapping[str, Any], *, half_layers: bool) -> int:
     """Decoder layers of all stages. One within which a stage ends counts for the next stage, too."""
     from paceline.planning.recomputation import layers_of_stages, num_layers
 
-    end = plan["boundaries"][-1] - plan["head_slices"] + 1
-    whole = [min(boundary, end) for boundary in plan["boundaries"]]
-    return sum(num_layers(held, 2 if half_layers else 1) for held in layers_of_stages(whole))
+    stages = layers_of_stages(plan["boundaries"], plan["head_slices"])
+    return sum(num_layers(held, 2 if half_layers else 1) for held in stages)
 
 
 def _terms_shown(shown: Mapping[str, Any]) -> list[str]:

@@ -111,6 +111,11 @@ def test_slices_of_the_head(fit: Any, model: str) -> None:
     assert (first["working"], last["working"]) == (2 * 128 * 125 * 8, 2 * 128 * 375 * 8)
     again, _ = fit(ds(2, {"head_slices": 4, "partition": parts}), *argv, "--gradient-checkpointing")
     assert again["recomputed"] == [6, 0]
+    some, _ = fit(ds(2, {"head_slices": 4, "partition": parts, "recompute": 2}), *argv)
+    assert some["recomputed"] == [2, 0], "slices are no layers"
+    assert some["memory"][1]["total"] == last["total"]
+    _, err = fit(ds(2, {"head_slices": 4, "partition": parts, "recompute": [4, 2]}), *argv, status=2)
+    assert "stage 1 has 0 layers; give at most 0 there" in err
     by_work, _ = fit(ds(2, {"head_slices": 4}), *argv)
     assert by_work["partition"][-1] == 11
     LlamaConfig(**SIZES, tie_word_embeddings=True).save_pretrained(model)

@@ -190,9 +190,13 @@ def recomputed_s(seconds: Sequence[tuple[float, float]], which: Collection[int])
     return [(forth, back + forth * (index in which)) for index, (forth, back) in enumerate(seconds)]
 
 
-def layers_of_stages(boundaries: Sequence[int]) -> list[range]:
-    """The items of each stage that are decoder layers."""
-    return [range(max(start, 1), min(stop, boundaries[-1] - 1)) for start, stop in pairwise(boundaries)]
+def layers_of_stages(boundaries: Sequence[int], head_slices: int = 1) -> list[range]:
+    """The items of each stage that are decoder layers.
+
+    Args:
+        head_slices: items that the head is.
+    """
+    return [range(max(start, 1), min(stop, boundaries[-1] - head_slices)) for start, stop in pairwise(boundaries)]
 
 
 def items_per_layer(items: Sequence[ItemMemory]) -> int:

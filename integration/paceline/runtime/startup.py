@@ -552,7 +552,8 @@ def recompute_as_written(pipeline: CausalLMPipeline, resolved: RunPlan, fitting:
     items = fitting if resolved.recompute == FIT else as_written(resolved, pipeline.parts, blocks)
     pipeline.recompute(items)
     if dist.get_rank() == 0:
-        stages = [num_layers(layers, blocks) for layers in layers_of_stages(pipeline.parts)]
+        held = layers_of_stages(pipeline.parts, pipeline.anatomy.head_slices)
+        stages = [num_layers(layers, blocks) for layers in held]
         found = list(counts_of_layers(pipeline.parts, items, blocks))
         logger.info("recompute: %s of the %s layers of the stages", found, stages)
 
@@ -605,7 +606,7 @@ def as_written(resolved: RunPlan, boundaries: Sequence[int], blocks: int) -> lis
     asked = resolved.recompute
     if asked is None or asked == FIT:
         return []
-    stages = layers_of_stages(boundaries)
+    stages = layers_of_stages(boundaries, resolved.head_slices)
     counts = counts_of(asked, [num_layers(layers, blocks) for layers in stages])
     return [item for layers, count in zip(stages, counts, strict=True) for item in first_layers(layers, count, blocks)]
 
