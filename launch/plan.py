@@ -131,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) < 1:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name} is {getattr(args, flag)}: give a whole number from 1 upwards.")
+    if args.write == "":
+        raise ValueError("--write: the name of a directory is empty; give one, or leave --write out.")
     for flag, most in _MOST.items():
         if (getattr(args, flag) or 0) > most:
             raise ValueError(f"--{flag.replace('_', '-')} is too large to plan for: give at most {most}.")
@@ -308,6 +310,8 @@ def _workload(
         for index, row in enumerate(values if isinstance(values, list) else [values]):
             label = f"row {index} of [[tokens of each expert] of each MoE layer]"
             loads.append(tuple(as_number(f"expert {n} in {label}", load) for n, load in enumerate(as_list(label, row))))
+        if not loads:
+            raise ValueError(f"there are no loads, and {len(workload.moe_layers)} MoE layers: give one row each.")
         return replace(workload, loads=tuple(loads), rebalanced=args.rebalanced)
 
 

@@ -130,6 +130,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: flags that do not go together, a file that is none or cannot be written, or no schedule.
     """
+    for flag in ("schedule_file", "costs", "draw", "trace"):
+        if getattr(args, flag) == "":
+            name = flag.replace("_", "-")
+            raise ValueError(f"--{name}: the name of a file is empty; give one, or leave --{name} out.")
     given = _costs_of_file(args) if args.costs else None
     schedules, costs = _schedules(args, given)
     if args.draw or args.trace:

@@ -456,6 +456,8 @@ FILES = {
         ([*CLUSTER, "--profile", "absent.json"], "profile absent.json: No such file or directory; make one with "),
         ([*CLUSTER, "--loads", "absent.json"], "--loads absent.json: No such file or directory; give a JSON file."),
         ([*CLUSTER, "--loads", "loads.json"], "--loads loads.json: there are loads of 1 layers and 4 MoE layers: "),
+        ([*CLUSTER, "--loads", "list.json"], "--loads list.json: there are no loads, and 4 MoE layers: give one row"),
+        ([*CLUSTER, "--write", ""], "--write: the name of a directory is empty; give one, or leave --write out."),
         ([*CLUSTER, "--loads", "words.json"], "--loads words.json: expert 0 in row 0 of [[tokens of each expert"),
         ([*CLUSTER, "--loads", "number.json"], "--loads number.json: row 0 of [[tokens of each expert] of each MoE"),
         ([*CLUSTER, "--loads", "large.json"], "--loads large.json: expert 0 in row 0 of [[tokens of each expert"),

@@ -69,6 +69,7 @@ def test_as_text(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
             ["--output", "/proc/none/p.json"],
             "--output /proc/none/p.json: its directory does not exist; make it, or give another path.",
         ),
+        (["--output", ""], "--output : it is no name of a file but a directory; give another path."),
         (["--output", "/proc/p.json"], "profile /proc/p.json cannot be written: "),
     ],
 )

@@ -287,6 +287,8 @@ def test_a_file_that_cannot_be_written(tmp_path, capsys):
          "--transfer-samples says what --transfer would say: give one or the other."),
         ([*SHAPE, *SECONDS, "--transfer-samples", "1,-2"],
          "--transfer-samples -2 is no number of seconds from 0 upwards."),
+        *(([*SHAPE, *SECONDS, flag, ""], f"{flag}: the name of a file is empty; give one, or leave {flag} out.")
+          for flag in ("--draw", "--trace", "--costs", "--schedule-file")),
         ([*SHAPE, *SECONDS, "--transfer", "inf"], "--transfer inf is no number of seconds from 0 upwards."),
         ([*SHAPE, "--forward", "1e308", "--backward", "1e308", "--compare"],
          "--forward is too large or too small to be computed with: choose units that bring it near 1."),
