@@ -262,7 +262,8 @@ def _blocks(
         Block(
             work=sum(own),
             activation_bytes=item.output_bytes,
-            memory_bytes=sum(states.of(*item.counts)),
+            # A stage computes its slices of the head at once: each adds to what it needs, as its states do.
+            memory_bytes=sum(states.of(*item.counts)) + (item.working_bytes if item.is_slice else 0.0),
             live_bytes=item.saved_bytes,
         )
         for item, own in zip(items, seconds, strict=True)
@@ -274,8 +275,9 @@ def _beside_blocks(items: Sequence[ItemMemory], stage: int, live: Sequence[int])
     """Memory that a stage needs whatever blocks it has, by the largest layer (:func:`stage_memory` is exact)."""
     is_last = stage == len(live) - 1
     message = max(item.output_bytes for item in items)
-    working = max(item.working_bytes for item in (items if is_last else items[:-1]))
-    return working + (2 * message if stage else 0.0) + (0.0 if is_last else (1 + live[stage]) * message)
+    working = max(item.working_bytes for item in (items if is_last else items[:-1]) if not item.is_slice)
+    first = live[stage] * max(item.first_bytes for item in items) if stage else 0.0
+    return working + first + (2 * message if stage else 0.0) + (0.0 if is_last else (1 + live[stage]) * message)
 
 
 def _roomy(devices: Sequence[Device], items: Sequence[ItemMemory], live: Sequence[int]) -> list[Device]:

@@ -108,7 +108,8 @@ def boundaries_of(
     live = live_micro_batches(stages, micro_batches)
     blocks = _blocks(share, times)
     message = max(item.output_bytes for item in items)
-    beside = max(item.working_bytes for item in items) + (3 + live[0]) * message
+    beside = max(item.working_bytes for item in items if not item.is_slice) + (3 + live[0]) * message
+    beside += live[0] * max(item.first_bytes for item in items)
     # What a stage works with depends on its layers: without room for the most of it, too much may seem to fit.
     for limit in (max(memory_bytes - beside, 0.0), memory_bytes):
         with suppress(DoesNotFit):
@@ -140,6 +141,8 @@ def _blocks(share: Share, times: Sequence[ItemTime]) -> list[Block]:
     for index, (item, time) in enumerate(zip(share.items, times, strict=True)):
         dense, experts = share.parameters(index, index + 1)
         memory_bytes = sum(share.dense.of(dense)) + sum(share.of_experts.of(experts))
+        # A stage computes its slices of the head at once: each adds to what it needs, as its states do.
+        memory_bytes += item.working_bytes if item.is_slice else 0.0
         blocks.append(Block(work=time.total_s, memory_bytes=memory_bytes, live_bytes=item.saved_bytes))
     return blocks
 

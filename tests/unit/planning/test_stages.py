@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
 from paceline.planning.blocks import Device, DoesNotFit
-from paceline.planning.memory import ItemMemory, States, stage_memory
+from paceline.planning.memory import ItemMemory, States, stage_memory, with_head_slices
 from paceline.planning.stages import plan_stages
 from paceline.schedules import families, simulate, verify
 from paceline.schedules.costs import Costs
@@ -58,6 +58,18 @@ def test_memory_limits() -> None:
     assert [memory.total for memory in plan.memory] == [need(plan.boundaries, stage) for stage in range(3)]
     fitting = [cuts for cuts in all_boundaries() if need(cuts, 0) <= limits[0]]
     assert plan.step_s == pytest.approx(min(makespan(cuts, (4.0, 1.0, 1.0)) for cuts in fitting))
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_all_slices_of_a_stage_are_computed_at_once(most: int) -> None:
+    """What each of them works with adds up, and so does what a stage keeps of which a slice is the first item."""
+    items = with_head_slices([*ITEMS[:-1], ITEMS[-1]._replace(working_bytes=40_000)], 4)
+    seconds = [*SECONDS[:-1], *[(0.2, 0.3)] * 4]
+    limit = 10_000 * (most + 1)  # one slice works with 10,000 bytes; states and all else are less than that
+    plan = plan_stages(items, seconds, [Device(1.0, limit)] * 3, States(), SCHEDULE)
+    assert max(need.total for need in plan.memory) <= limit
+    held = [sum(item.is_slice for item in items[a:b]) for a, b in pairwise(plan.boundaries)]
+    assert max(held) <= most
 
 
 def test_what_does_not_fit_names_stage_need_and_limit() -> None:
