@@ -22,7 +22,7 @@ from .choose import Planner, Prediction
 from .cluster import Cluster
 from .gradient_costs import GradientCosts
 from .memory import StageMemory, stage_memory
-from .strategy import MEMORY, NEAR, Dropped, Plan, Ranking
+from .strategy import MEMORY, NEAR, Dropped, Plan, Ranking, faster_cut, in_slices, may_share_head, plan_of
 from .strategy_costs import SIMULATED_ACTIONS, TERMS, compute_terms, pipeline_costs, times_of_stages
 from .strategy_memory import even_boundaries, live_micro_batches, memory_of_devices, share_of
 from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
@@ -132,8 +132,8 @@ def with_best_schedules(
     recomputed: Callable[[], Workload] | None = None,
     sliced: Workload | None = None,
 ) -> Ranking:
-    """The ranking of all plans :func:`with_best_schedule`, and of pipelines :func:`with_two_chunks` that are clearly
-    faster than with one stage a device.
+    """The ranking of all plans :func:`with_best_schedule`, with the head in slices or whole as is faster then, and of
+    pipelines :func:`with_two_chunks` that are clearly faster than with one stage a device.
 
     Args:
         recomputed: as in :func:`~paceline.planning.strategy.search`.
@@ -147,7 +147,21 @@ def with_best_schedules(
             return workload
         return workload.with_recomputed(recomputed(), plan.recomputed)
 
-    found = [with_best_schedule(plan, of(plan), cluster)[0] for plan in ranking.plans]
+    def best(plan: Plan | Dropped) -> Plan | Dropped:
+        return plan if isinstance(plan, Dropped) else with_best_schedule(plan, of(plan), cluster)[0]
+
+    def best_cut(plan: Plan) -> Plan:
+        """With its fastest schedule another cut of the head may be the faster one."""
+        found = best(plan)
+        if sliced is not None and may_share_head(plan.strategy, plan.schedule):
+            if plan.head_slices > 1:
+                found = faster_cut(best(plan_of(plan.strategy, workload, cluster, recomputed=recomputed)), found)
+            else:
+                found = faster_cut(found, best(in_slices(plan.strategy, workload, sliced, cluster)))
+        assert isinstance(found, Plan), "one of both is the plan"
+        return found
+
+    found = [best_cut(plan) for plan in ranking.plans]
     for plan in tuple(found):
         if plan.schedule.flushes:
             within_s, count = (1 - NEAR) * plan.step_s, plan.micro_batches

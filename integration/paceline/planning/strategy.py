@@ -170,8 +170,8 @@ def search(
     for strategy in found:
         for schedule in (ONE_F_ONE_B, *late_schedules(strategy, late)):
             plan = plan_of(strategy, workload, cluster, schedule, recomputed)
-            if sliced is not None and strategy.tensor == 1 < strategy.pipeline and schedule == ONE_F_ONE_B:
-                plan = _in_slices_if_faster(plan, sliced, len(sliced.items) - len(workload.items) + 1, cluster)
+            if sliced is not None and may_share_head(strategy, schedule):
+                plan = faster_cut(plan, in_slices(strategy, workload, sliced, cluster))
             if isinstance(plan, Dropped):
                 dropped.append(plan)
             else:
@@ -180,11 +180,24 @@ def search(
     return Ranking(tuple(plans), tuple(dropped))
 
 
-def _in_slices_if_faster(plan: Plan | Dropped, sliced: Workload, number: int, cluster: Cluster) -> Plan | Dropped:
-    finer = _plan_of(plan.strategy, sliced, cluster, plan.schedule)
-    if isinstance(finer, Dropped) or (isinstance(plan, Plan) and finer.step_s * (1 + NEAR) > plan.step_s):
+def may_share_head(strategy: Strategy, schedule: PipelineSchedule) -> bool:
+    """Whether the last stages may share the head in slices."""
+    return strategy.tensor == 1 < strategy.pipeline and schedule == ONE_F_ONE_B
+
+
+def in_slices(strategy: Strategy, workload: Workload, sliced: Workload, cluster: Cluster) -> Plan | Dropped:
+    """The plan of 1F1B whose last stages share the head. Workloads as of :func:`search`."""
+    plan = _plan_of(strategy, sliced, cluster, ONE_F_ONE_B)
+    if isinstance(plan, Dropped):
         return plan
-    return replace(finer, head_slices=number)
+    return replace(plan, head_slices=len(sliced.items) - len(workload.items) + 1)
+
+
+def faster_cut(whole: Plan | Dropped, finer: Plan | Dropped) -> Plan | Dropped:
+    """The ``finer`` one of two plans if it is clearly faster, or nothing else fits; else that of the whole head."""
+    if isinstance(finer, Dropped) or (isinstance(whole, Plan) and finer.step_s * (1 + NEAR) > whole.step_s):
+        return whole
+    return finer
 
 
 def plan_of(

@@ -244,3 +244,26 @@ def test_weights_may_have_another_share_of_a_backward() -> None:
         assert isinstance(plan, Plan)
         found.append(with_best_schedule(plan, work, where)[0].step_s)
     assert found[0] < 0.95 * found[1]
+
+
+@pytest.mark.parametrize(
+    ("layers", "times", "memory_gib", "under_1f1b", "at_best"), [(4, 3, 0.8, 16, 1), (8, 4, 80.0, 1, 16)]
+)
+def test_whether_stages_share_the_head_is_chosen_by_the_fastest_schedules(
+    layers: int, times: int, memory_gib: float, under_1f1b: int, at_best: int
+) -> None:
+    """Under 1F1B it may be the other way round. The head is worth some layers."""
+    plain = workload(8, layers)
+    head = plain.items[-1]._replace(forward_s=times * FORWARD_S, backward_s=times * BACKWARD_S)
+    work = replace(plain, items=(*plain.items[:-1], head))
+    sliced, where = work.in_head_slices(16), cluster(1000, memory_gib=memory_gib)
+
+    def found(*, share: bool, tuned: bool) -> Plan:
+        ranking = search(work, where, sliced=sliced if share else None)
+        ranking = with_best_schedules(ranking, work, where, None, sliced if share else None) if tuned else ranking
+        return next(plan for plan in ranking.plans if plan.name == ALONE.name)
+
+    assert found(share=True, tuned=False).head_slices == under_1f1b
+    chosen, whole = found(share=True, tuned=True), found(share=False, tuned=True)
+    assert chosen.head_slices == at_best
+    assert chosen.step_s == whole.step_s if at_best == 1 else chosen.step_s * (1 + NEAR) <= whole.step_s
