@@ -85,6 +85,8 @@ class MeasuredCosts:
     """Those that training waits for."""
     _by_forward: dict[int, list[float]] = field(default_factory=dict)
     """Whole backwards by their forwards, by micro-batch size, one number a cell."""
+    _split_by_forward: dict[int, list[float]] = field(default_factory=dict)
+    """Likewise of both parts of split ones."""
     _slowness: Speeds | None = None
     """Seconds of each cell for its work, followed over the intervals."""
     _timed: list[tuple[int, int, LayerReport]] = field(default_factory=list)
@@ -171,15 +173,18 @@ class MeasuredCosts:
         """Take in the times of the stages; the micro-batch sizes that they are of."""
         measured: set[int] = set()
         forwards, backwards = self._means(reports, FORWARD), self._means(reports, BACKWARD)
-        self._by_forward |= {size: _ratios(cells, forwards.get(size, ())) for size, cells in backwards.items()}
+        for size, cells in backwards.items():
+            is_first = not any(self._by_forward.get(size, ()))
+            self._by_forward[size] = _ratios(cells, forwards.get(size, ()))
+            if is_first:  # they may have been split from the start
+                self._take_split_factor(size)
         weights = self._means(reports, BACKWARD_WEIGHT)
         for size, inputs in self._means(reports, BACKWARD_INPUT).items():
             pairs = list(zip(inputs, weights.get(size, inputs), strict=True))
             split = [sum(pair) for pair in pairs]
             # By the forward of the same steps: the device may have been another one when backwards were whole.
-            by_forward = _ratios(split, forwards.get(size, ()))
-            if factors := [factor for factor in _ratios(by_forward, self._by_forward.get(size, ())) if factor]:
-                self.split_factor = min(max(median(factors), 1.0), MOST_SPLIT)
+            self._split_by_forward[size] = _ratios(split, forwards.get(size, ()))
+            self._take_split_factor(size)
             backwards[size] = [seconds / self.split_factor for seconds in split]
             self.weight_shares[size] = [own / sum(pair) if (own := pair[1]) else 0.0 for pair in pairs]
         for found, known in ((forwards, self.forward_s), (backwards, self.backward_s)):
@@ -188,6 +193,12 @@ class MeasuredCosts:
                 known[size] = [now or then for now, then in zip(cells, before, strict=True)]
             measured |= found.keys()
         return measured
+
+    def _take_split_factor(self, size: int) -> None:
+        """Compare split backwards with whole ones, if both were measured."""
+        both = _ratios(self._split_by_forward.get(size, ()), self._by_forward.get(size, ()))
+        if factors := [factor for factor in both if factor]:
+            self.split_factor = min(max(median(factors), 1.0), MOST_SPLIT)
 
     def _means(self, reports: Sequence[Report], kind: str) -> dict[int, list[float]]:
         """Seconds of computations of a kind, by micro-batch size, one number a cell; 0 where there were none."""

@@ -231,11 +231,14 @@ class PipelineMeasurements:
         return of_items
 
     def _would_fit(self, trial: Candidate) -> bool:
-        """Whether a trial fits, if memory grows with the samples."""
+        """Whether a trial exists for each replica's micro-batches and fits, if memory grows with the samples."""
         costs, known, size = self.costs, self._pipeline.micro_batch_size, trial.micro_batch_size
         if known not in costs.saved_bytes:
             return size < known
         now = costs.costs(known)
         scaled = replace(now, activation_bytes=tuple(num_bytes * size / known for num_bytes in now.activation_bytes))
-        samples = known * self._pipeline.micro_batches
-        return trial.fits(self._pipeline.num_stages, samples, scaled, costs.room_bytes)
+        num_stages, counts = self._pipeline.num_stages, set(self._pipeline.replica_micro_batches)
+        try:
+            return all(trial.fits(num_stages, known * count, scaled, costs.room_bytes) for count in counts)
+        except ValueError:  # not with so few micro-batches
+            return False

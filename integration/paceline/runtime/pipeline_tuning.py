@@ -91,7 +91,10 @@ def pipeline_controller(
     schedules = ScheduleActuator(pipeline, costs, agreement, schedule, formats, process)
     measurements = PipelineMeasurements(
         *(pipeline, costs, schedules.apply, layers, meter, reports, agreement, log, timelines),
-        trials=trials(schedule, pipeline.num_stages, pipeline.micro_batch_size, recomputes=recomputes or compiles)
+        trials=trials(
+            *(schedule, pipeline.num_stages, pipeline.micro_batch_size, min(pipeline.replica_micro_batches)),
+            recomputes=recomputes or compiles,
+        )
         if is_adaptive
         else [schedules.current],
         times_layers=repartitions,

@@ -18,7 +18,7 @@ from ..planning.partition_search import Schedules
 from ..planning.schedule_search import Found, Measured, Options, SearchArguments, search
 from ..planning.switching import SwitchRule
 from ..planning.tuning import SCHEDULE, DecisionRecord, Proposal
-from ..schedules.families import VMIN, ZBV
+from ..schedules.families import DUALPIPEV, VMIN, ZBV
 from ..schedules.generator import GENERATED
 from ..schedules.schedule import Schedule
 from ..schedules.split_families import ZBH1
@@ -33,6 +33,9 @@ logger = logging.getLogger("paceline")
 
 ASIDE_FROM = 32
 """From so many stages times micro-batches on a choice is made beside the next step: of fewer, in milliseconds."""
+
+MANY = 4
+"""Micro-batches for each device from which on whole backwards are tried beside split ones."""
 
 SWITCH_S = 0.01
 """A switch before the first was timed."""
@@ -49,13 +52,20 @@ def least_candidate(choice: ScheduleChoice, micro_batch_size: int) -> Candidate:
 
 
 def trials(
-    choice: ScheduleChoice, num_stages: int, micro_batch_size: int, *, recomputes: bool = False
+    choice: ScheduleChoice, num_stages: int, micro_batch_size: int, micro_batches: int, *, recomputes: bool = False
 ) -> list[Candidate]:
     """Schedules to run for some steps each before the first choice, so that what they cost is known.
 
     All sizes of micro-batches, and a split backward, whose two parts are timed; of schedules with split backwards none
     is chosen before. Where activations are recomputed none is tried: what it leaves for later is many times what was
     kept before, and memory is short. Nor where layers are compiled.
+
+    With several stages a device the run begins with split backwards, and a whole one is tried: otherwise whole ones
+    would seem to take as long as both parts of split ones. Of few micro-batches it is not: while a pipeline fills and
+    drains, what is left for later gains more than splitting costs.
+
+    Args:
+        micro_batches: of a step, of the replica with the fewest.
     """
     sizes = sorted(
         {micro_batch_size, *(choice.micro_batch_sizes or ())}, key=lambda size: (size != micro_batch_size, size)
@@ -63,6 +73,8 @@ def trials(
     found = [first_candidate(choice, size) for size in sizes]
     if choice.chunks is None and not choice.late_gradients and not recomputes and num_stages > 1:
         found.append(Candidate(micro_batch_size, family=ZBH1))
+    if choice.chunks is not None and micro_batches >= MANY * num_stages:
+        found.append(Candidate(micro_batch_size, family=DUALPIPEV))
     return found
 
 

@@ -72,6 +72,18 @@ def test_the_halves_of_split_backwards_are_told_apart() -> None:
     assert known(Run().reports()).costs(2).weight_s == ()
 
 
+def test_what_splitting_costs_is_known_also_if_backwards_were_split_from_the_start() -> None:
+    """As where each device has two stages. Sizes that were never whole follow."""
+    whole = Run()
+    longer = replace(whole, backward_s=tuple(1.25 * seconds for seconds in whole.backward_s))
+    small = replace(longer, size=1)
+    costs = known(split(small.reports(), 0.4), split(longer.reports(), 0.4), whole.reports())
+    for size in (1, 2):
+        assert costs.costs(size).split_factor == pytest.approx(1.25)
+        assert costs.costs(size).backward_s == pytest.approx(whole.backward_s)
+        assert costs.costs(size).weight_s == pytest.approx([0.4 * seconds for seconds in whole.backward_s])
+
+
 @pytest.mark.parametrize("slower", [1.0, 2.0])
 def test_what_splitting_costs_is_not_laid_to_whole_backwards(slower: float) -> None:
     """Also if the device was another one when they were whole."""

@@ -38,7 +38,7 @@ class Pipeline:
         part: Any = self
         self.actuator = ScheduleActuator(part, self.costs, part, choice, formats or NO_FORMATS, PlanningProcess())
         self.formats = formats or NO_FORMATS
-        for trial in trials(choice, DEVICES, SIZE):
+        for trial in trials(choice, DEVICES, SIZE, MICRO_BATCHES):
             self.actuator.apply(trial)
             self.measure()
 
@@ -226,16 +226,34 @@ def test_with_late_gradients_no_backward_is_split() -> None:
 
 def test_a_split_backward_is_tried_beside_all_sizes() -> None:
     choice = replace(ADAPTIVE, micro_batch_sizes=(1, 2, 4))
-    assert trials(choice, 4, 2) == [Candidate(2), Candidate(1), Candidate(4), Candidate(2, family="zbh1")]
-    assert trials(replace(choice, chunks=2), 4, 2) == [Candidate(size, family="zbv") for size in (2, 1, 4)]
-    assert trials(ADAPTIVE, 1, 2) == [Candidate(2)], "nobody waits for anybody"
-    assert trials(ADAPTIVE, 4, 2, recomputes=True) == [Candidate(2)], "memory is short"
+    assert trials(choice, 4, 2, 8) == [Candidate(2), Candidate(1), Candidate(4), Candidate(2, family="zbh1")]
+    assert trials(ADAPTIVE, 1, 2, 8) == [Candidate(2)], "nobody waits for anybody"
+    assert trials(ADAPTIVE, 4, 2, 8, recomputes=True) == [Candidate(2)], "memory is short"
+
+
+def test_a_whole_backward_is_tried_where_all_begin_split() -> None:
+    choice = replace(ADAPTIVE, micro_batch_sizes=(1, 2, 4), chunks=2)
+    split = [Candidate(size, family="zbv") for size in (2, 1, 4)]
+    assert trials(choice, 4, 2, 16) == [*split, Candidate(2, family=DUALPIPEV)]
+    assert trials(choice, 4, 2, 15) == split, "splitting pays there"
+
+
+def test_whole_backwards_are_chosen_where_splitting_costs_more_than_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = 4 * DEVICES
+    monkeypatch.setitem(globals(), "MICRO_BATCHES", many)
+    monkeypatch.setattr(Pipeline, "micro_batches", many)
+    monkeypatch.setattr(Pipeline, "replica_micro_batches", (many,))
+    for factor, is_split in ((1.0, True), (1.5, False)):
+        pipeline = Pipeline(replace(in_v(), split_factor=factor), replace(ADAPTIVE, chunks=2))
+        pipeline.choose()
+        assert pipeline.costs.split_factor == pytest.approx(factor)
+        assert pipeline.order.is_split == is_split
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_first_trial_is_what_a_run_begins_with(name: str) -> None:
     choice, _, _ = CHOICES[name]
-    first = trials(choice, DEVICES, SIZE)[0].schedule(DEVICES, SIZE * MICRO_BATCHES)
+    first = trials(choice, DEVICES, SIZE, MICRO_BATCHES)[0].schedule(DEVICES, SIZE * MICRO_BATCHES)
     begun = choice.first(DEVICES, MICRO_BATCHES)
     assert isinstance(first, Schedule)
     assert first.orders == begun.orders
