@@ -120,7 +120,8 @@ class ReplicaShares:
             return loss
         tokens = count_label_tokens(labels)
         counted = self.gather(torch.tensor([tokens], device=device)).sum().cpu()
-        share: Tensor = loss.nan_to_num() * tokens * self.replicas / counted
+        own = loss if tokens else torch.zeros_like(loss)  # the mean of none; any other NaN is the model's
+        share: Tensor = own * tokens * self.replicas / counted
         return share
 
 

@@ -89,6 +89,23 @@ def test_pipelines_take_turns_in_a_stream() -> None:
     assert _shares().take(data, "Evaluation", 2, trains=False) is data
 
 
+@pytest.mark.parametrize("loss", [2.0, float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stays_so_beside_other_pipelines(loss: float) -> None:
+    """A diverged model is not the best one; only a batch without labels, whose mean is NaN, counts nothing."""
+
+    class Beside(ReplicaShares):
+        """Next to a pipeline whose batch has as many label tokens."""
+
+        def gather(self, data: Any) -> Any:
+            return torch.cat([data, torch.full_like(data, 3)])
+
+    shares, labels = Beside(2, 0, None), torch.tensor([[1, 2, 3, 4]])
+    share = shares.share_of_loss(torch.tensor(loss), labels, torch.device("cpu"))
+    assert share.item() == pytest.approx(loss, nan_ok=True)
+    nothing = shares.share_of_loss(torch.tensor(float("nan")), torch.full_like(labels, -100), torch.device("cpu"))
+    assert nothing.item() == 0.0
+
+
 def _shares(own: int = 0) -> ReplicaShares:
     return ReplicaShares(2, own, None)
 
