@@ -738,6 +738,48 @@ def test_trl_fine_tunes_with_a_pipeline(packing: bool, tmp_path: Path) -> None:
     assert_same_weights(tmp_path / "ours", tmp_path / "theirs", 2e-3)  # Adam makes steps of rounding, too
 
 
+def evaluate_alone(directory: str, config: dict[str, Any] | None) -> float:
+    """TRL's evaluation of rows with 1 to 11 label tokens, and of one with none."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, set_seed
+    from trl import SFTConfig, SFTTrainer
+
+    import paceline
+
+    set_seed(0)
+    ids = [row["input_ids"].tolist() for row in rows(6)]
+    data = Dataset.from_list(
+        [{"input_ids": one, "labels": [-100] * (15 - 2 * n) + one[15 - 2 * n :]} for n, one in enumerate(ids)]
+        + [{"input_ids": ids[0], "labels": [-100] * LENGTH}]
+    )
+    args = SFTConfig(
+        output_dir=directory,
+        deepspeed=config,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        per_device_eval_batch_size=1,
+        gradient_accumulation_steps=4,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    trainer = (SFTTrainer if config is None else paceline.PacelineSFTTrainer)(
+        model=AutoModelForCausalLM.from_config(model_config()),
+        args=args,
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=learned_tokenizer(["some text"]),
+    )
+    return float(trainer.evaluate()["eval_loss"])
+
+
+def test_trls_evaluation_by_several_pipelines(tmp_path: Path) -> None:
+    """Each batch has its own mean there, whatever the other processes have, and one without labels counts 0."""
+    found = run_ranks(evaluate_alone, 2, str(tmp_path / "ours"), pipeline(1))
+    wanted = run_ranks(evaluate_alone, 2, str(tmp_path / "theirs"), None)
+    assert found == pytest.approx(wanted, rel=2e-6)
+
+
 def test_the_routers_loss_is_trls(tmp_path: Path) -> None:
     """With SFTConfig's weight for it; in evaluations, and in an epoch's last step, which is short."""
     changes = {"family": "mixtral", "count": 12, "max_steps": 4, "router_aux_loss_coef": 0.5, "learning_rate": 1e-3}

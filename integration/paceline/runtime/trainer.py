@@ -47,14 +47,14 @@ from ..report.run_records import tokens_so_far
 from ..supervise.output_lock import claimed
 from .builder import build_pipeline
 from .initialize import initialize, start_distributed
-from .micro_batches import FILLER
+from .micro_batches import FILLER, count_label_tokens
 from .model_export import export
 from .module import CausalLMPipeline, config_of
 from .replica_shares import ReplicaShares
 from .run_log import RunLog
 from .startup import plan_for
 from .trainer_batches import EvaluatedAhead, Seeing, StepsOfEpoch, without_extras
-from .trainer_loss import trainers_loss
+from .trainer_loss import averages_alone, trainers_loss
 from .trainer_preemption import take_over, watched
 from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
 from .trainers_checkpoints import checked, naming_the_one_before, newest_complete, refuse_pipelines, with_training
@@ -508,7 +508,9 @@ class PipelineTraining(_Trainer):
         if labels is None:
             loss = None
         else:
-            if self.args.average_tokens_across_devices:
+            if averages_alone(type(self)):
+                loss = loss if count_label_tokens(labels) else torch.zeros_like(loss)
+            elif self.args.average_tokens_across_devices:
                 loss = self._shares.share_of_loss(loss, labels, device)
             loss = loss.float().to(device)
         if prediction_loss_only:

@@ -35,6 +35,12 @@ def refused_loss(kind: type) -> str:
     return ""
 
 
+def averages_alone(kind: type) -> bool:
+    """Whether a class of Trainers takes the mean of each evaluation batch by itself, whatever other processes have, and
+    0 of one without labels: TRL's."""
+    return home_of(kind, "compute_loss") == _TRLS
+
+
 class ComputeLoss(Protocol):
     """A Trainer's ``compute_loss``."""
 
