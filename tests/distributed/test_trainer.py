@@ -211,7 +211,10 @@ def train(
     }
 
 
-FIGURES = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_guess", "eval_rows", "epoch", "step", "train_loss")
+FIGURES = (
+    *("loss", "grad_norm", "learning_rate", "eval_loss", "eval_guess", "eval_rows", "epoch", "step", "train_loss"),
+    "total_flos",
+)
 
 
 def figures(logs: Sequence[dict[str, Any]]) -> list[dict[str, float]]:

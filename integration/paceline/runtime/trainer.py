@@ -9,6 +9,7 @@ The learning rate's scheduler, the loss scale and clipping are the engine's, as 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -181,6 +182,7 @@ class PipelineTraining(_Trainer):
         whole = unwrapped(model)
         if hasattr(self, "router_aux_loss_coef") and hasattr(whole, "router_aux_loss_coef"):
             whole.router_aux_loss_coef = self.router_aux_loss_coef  # TRL's SFTConfig has one
+        counted = _Counted(whole)
         self.pipeline = build_pipeline(model, hf_config, resolved, control, gradient_checkpointing=bool(recomputes))
         end_with(self.pipeline, groups)
         grid = self.pipeline._grid
@@ -189,6 +191,7 @@ class PipelineTraining(_Trainer):
         if resolved.stages > 1:
             for part in (model, whole):
                 part.generate, part.save_pretrained = _WholeModelOnly("generate"), _WholeModelOnly("save_pretrained")
+                part.num_parameters = counted
             whole.register_forward_pre_hook(_refuse_calls)
         self._resolved, self._built_of, self._engine = resolved, model, None
         return self.pipeline
@@ -374,6 +377,11 @@ class PipelineTraining(_Trainer):
                 self.run_log.tell_tokens(self.state.global_step)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
+    def floating_point_ops(self, inputs: Any) -> Any:
+        """This rank's share: Trainer adds up those of all ranks, and the stages of a pipeline have the same inputs."""
+        whole = super().floating_point_ops(inputs)
+        return whole if self.pipeline is None else whole / self.pipeline.num_stages
+
     def _settle_losses(self, total: Tensor) -> None:
         losses, self._losses = [loss.item() for loss in self._losses], []
         finite = [loss for loss in losses if math.isfinite(loss)]
@@ -551,6 +559,17 @@ class _WholeModelOnly:
             f"model.{self._name} was called and the model is one stage of a pipeline: write the whole one with "
             "trainer.save_model (on all ranks), and load that with from_pretrained."
         )
+
+
+class _Counted:
+    """In place of ``num_parameters`` of a model that is a stage now: the whole model's, for Trainer and trackers."""
+
+    def __init__(self, whole: PreTrainedModel) -> None:
+        choices = itertools.product((False, True), repeat=2)
+        self._found = {choice: int(whole.num_parameters(*choice)) for choice in choices}
+
+    def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        return self._found[bool(only_trainable), bool(exclude_embeddings)]
 
 
 def _refuse_calls(model: PreTrainedModel, args: Any) -> None:
