@@ -503,6 +503,7 @@ class PipelineTraining(_Trainer):
             return super().evaluation_loop(ahead, *args, **kwargs)
         finally:
             self.preprocess_logits_for_metrics = preprocess
+            self.callback_handler.eval_dataloader = dataloader  # to read it is no evaluation of all ranks
             if log is not None:
                 log.skip_time()  # evaluating is not training
 
