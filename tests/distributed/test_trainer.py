@@ -111,6 +111,7 @@ def train(
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
     import paceline
+    from paceline.supervise.watch import WATCH
 
     seen: list[str] = []
     reads: list[int] = []
@@ -209,6 +210,7 @@ def train(
         "seen": seen,
         "reads": reads,
         "loaders": loaders,
+        "limit_s": WATCH._limits.progress_s,
         "engine": type(trainer.model_wrapped).__name__,
         "ranks": (args.world_size, args.process_index),
     }
@@ -544,8 +546,9 @@ def test_steps_without_a_flush_are_read_ahead(tmp_path: Path) -> None:
 
 def test_other_optimizers_and_precision(alone: Trained, tmp_path: Path) -> None:
     """What the TrainingArguments name, where the JSON names nothing."""
-    changes = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5, "max_steps": 3}
+    changes = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5, "max_steps": 3, "ddp_timeout": 400}
     (found, _) = run_ranks(train, 2, str(tmp_path / "ours"), pipeline(2), changes=changes)
+    assert found["limit_s"] == 400
     (wanted,) = run_ranks(train, 1, str(tmp_path / "theirs"), None, changes=changes)
     assert_same(found, wanted)
     (half, _) = run_ranks(train, 2, str(tmp_path / "half"), pipeline(2), changes={"bf16": True, "max_steps": 1})

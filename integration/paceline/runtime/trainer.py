@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,8 +47,9 @@ from ..patches.transformers_trainer import OVERRIDES
 from ..report.metrics import table
 from ..report.run_records import tokens_so_far
 from ..supervise.output_lock import claimed
+from ..supervise.watch import WATCH
 from .builder import build_pipeline
-from .initialize import initialize, start_distributed
+from .initialize import TIMEOUT_S, initialize, start_distributed
 from .micro_batches import FILLER, count_label_tokens
 from .model_export import export
 from .module import CausalLMPipeline, config_of
@@ -140,10 +142,12 @@ class PipelineTraining(_Trainer):
         if self.pipeline is not None and self._built_of is self.model:
             return self.pipeline
         start_distributed()
+        WATCH.start(self.args.ddp_timeout)
+        patience = timedelta(seconds=max(self.args.ddp_timeout, TIMEOUT_S))  # a shorter one is the watch's
         end_left_groups()
         groups = groups_here()
         model = self.model
-        control = ControlPlane.create()
+        control = ControlPlane.create(timeout=patience)
         ds_config = read_ds_config(self.args.deepspeed)
         section = PacelineConfig.of(ds_config)
         with control.together("reading the model's config"):
@@ -183,7 +187,9 @@ class PipelineTraining(_Trainer):
         if hasattr(self, "router_aux_loss_coef") and hasattr(whole, "router_aux_loss_coef"):
             whole.router_aux_loss_coef = self.router_aux_loss_coef  # TRL's SFTConfig has one
         counted = _Counted(whole)
-        self.pipeline = build_pipeline(model, hf_config, resolved, control, gradient_checkpointing=bool(recomputes))
+        self.pipeline = build_pipeline(
+            model, hf_config, resolved, control, gradient_checkpointing=bool(recomputes), timeout=patience
+        )
         end_with(self.pipeline, groups)
         grid = self.pipeline._grid
         group = grid.get_data_parallel_group()
