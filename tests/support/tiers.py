@@ -1,8 +1,8 @@
 """Which tests show which capability: the fast tier, what ``bash tests/run.sh`` runs.
 
-Each capability is there once, with real ranks; what is pure comes whole, by folders, where it takes seconds. Everything
-else runs with ``bash tests/run.sh --all``. An entry is what pytest takes, below ``tests``: a folder, a file, a test, or
-one of its cases.
+Each capability is there once, with real ranks; what needs no ranks is there whole: of faults that were planted at
+random, most are found there. Everything else runs with ``bash tests/run.sh --all``. An entry is what pytest takes, below
+``tests``: a folder, a file, a test, or one of its cases.
 
     python tests/support/tiers.py    # prints them, a line each
 """
@@ -82,8 +82,6 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_expert_replicas.py::test_copies_train_as_one_expert[mixtral-0-2-2-2-even]",
         "distributed/test_expert_migration.py::test_layers_move_with_their_experts",
         "distributed/test_rebalancer.py::test_hot_experts_are_spread_and_no_number_changes",
-        "unit/moe/test_rebalancer.py",
-        "unit/moe/test_replica_sync.py",
     ),
     "Natural gradients": (
         "distributed/test_natural_gradient.py::test_pipelines_are_as_by_hand[2-1]",
@@ -97,31 +95,23 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_averaging.py::test_a_round_is_the_mean_whatever_the_islands_shapes[shapes0-changes0]",
         "distributed/test_averaging_rules.py::test_a_rule_is_what_it_is_by_hand",
         "distributed/test_islands.py::test_one_is_killed_and_comes_back",
-        "unit/averaging/test_weighted_sums.py",
     ),
     "A parallelism plan for a cluster": (
         "distributed/test_plan.py::test_it_starts[llama-tp1_pp2_dp1_ep1]",
         "distributed/test_plan_at_start.py::test_the_losses_are_those_of_any_number_of_stages[False]",
-        "unit/test_cli_plan.py",
-        "unit/planning",
     ),
     "Background checkpoints": (
         "distributed/test_resume.py::test_resume_is_bitwise[fp32]",
         "distributed/test_reshape.py::test_every_shape_into_another[2x1]",
         "distributed/test_job_resume.py::test_interrupted_in_mid_epoch[blocks]",
         "distributed/test_resume.py::test_a_failed_save_stops_all_ranks_at_a_step",
-        "unit/checkpoint/test_writer.py",
     ),
     "LoRA and other adapters": (
         "distributed/test_adapters.py::test_lora_is_that_of_one_process[2-1]",
         "distributed/test_adapters.py::test_export_is_the_file_that_peft_writes[ia3-changes1]",
         "distributed/test_adapters.py::test_adapters_on_quantised_weights[4]",
     ),
-    "A report of each run": (
-        "distributed/test_report.py::test_the_job_writes_a_page_and_says_where",
-        "unit/report/test_metrics.py",
-        "unit/report/test_page.py",
-    ),
+    "A report of each run": ("distributed/test_report.py::test_the_job_writes_a_page_and_says_where",),
     "Fixes for eight faults of DeepSpeed": (
         "patches/test_registry.py",
         "patches/test_pipeline_faults.py::test_the_gradient_norm_is_that_of_all_stages",
@@ -141,11 +131,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_wrong_input.py::test_ends_of_a_pipeline_that_see_different_data_are_told",
         "distributed/test_doctor.py::test_ranks_that_are_well",
     ),
-    "algorithms": ("unit/schedules", "unit/comm", "unit/state"),
-    "the optimizer, alone": ("unit/optim",),
-    "runtime, alone": ("unit/runtime",),
-    "the JSON": ("unit/test_config.py", "unit/test_config_exclusions.py", "unit/test_config_resolve.py"),
-    "documents": ("unit/test_documents.py", "unit/test_import_order.py"),
+    "whatever needs no ranks": ("unit",),
 }
 
 
