@@ -29,6 +29,21 @@ def test_what_is_measured() -> None:
     assert 0 < found.weight_share < 1
 
 
+@pytest.mark.parametrize(
+    ("split", "factor"),
+    [([1.5, 1.5, 1.0], 1.5), ([1.0, 0.5, 0.5], 1.0), ([1.0, 4.0, 4.0], MOST_SPLIT), ([0.5, 1.5, 1.5], 1.5)],
+)
+def test_what_splitting_costs(split: list[float], factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both parts and what the forward takes longer, by a whole backward, within limits: the rest is noise."""
+    bench, told = Bench(CONFIG, repeats=1, **SHAPE), iter([[1.0, 2.0], split])
+    trunk = bench.trunk  # measured before
+    monkeypatch.setattr(Bench, "times", lambda *_: next(told))
+    found = measure_stage(bench)
+    assert (found.forward_s, found.backward_s) == (trunk.forward_s, trunk.backward_s)
+    assert found.split_factor == factor
+    assert found.weight_share == split[2] / (split[1] + split[2])
+
+
 def test_recomputed_layers_are_not_split() -> None:
     found = measure_stage(Bench(CONFIG, repeats=1, gradient_checkpointing=True, **SHAPE))
     assert found == StageTimes(found.forward_s, found.backward_s)

@@ -50,3 +50,14 @@ def test_before_the_first_planning_nothing_is_usual() -> None:
     for each in [1.0] * 6 + [2.0] * 6:
         rank.changes.step_took(each)
     assert not rank.notice.notices_change
+
+
+def test_what_steps_take_after_a_planning_is_usual() -> None:
+    rank = Rank(decides=True)
+    noticed = []
+    for seconds, count in ((1.0, 8), (2.0, 4), (2.0, 8)):
+        rank.changes.planned(switched=False)
+        for _ in range(count):
+            rank.changes.step_took(seconds)
+        noticed.append(rank.notice.notices_change)
+    assert noticed == [False, True, False]
