@@ -1,8 +1,8 @@
 """Which tests show which capability: the fast tier, what ``bash tests/run.sh`` runs.
 
-Each capability is there once, with real ranks; what needs no ranks is there whole: of faults that were planted at
-random, most are found there. Everything else runs with ``bash tests/run.sh --all``. An entry is what pytest takes, below
-``tests``: a folder, a file, a test, or one of its cases.
+Each capability is there once, with real ranks; what needs no ranks is there whole. Everything else runs with
+``bash tests/run.sh --all``. An entry is what pytest takes, below ``tests``: a folder, a file, a test, or one of its
+cases.
 
     python tests/support/tiers.py    # prints them, a line each
 """
