@@ -1,11 +1,13 @@
 """The share of planted faults that the tests find: how much a green run says.
 
     python tests/benchmarks/planted_faults.py [--tier fast] [--resume] [--only NAME]
+    python tests/benchmarks/planted_faults.py --random 30 --seed 1
 
-Each fault of ``planting/faults.py`` is planted in a clone of the repository, and tests of the tier run there until one
-fails: first those whose files have a name like the module's and those in the folder of its package, of all faults;
-then the whole tier, of the faults that are left (not with ``--nearest``). A test of several ranks counts if it passes
-in a clone without a fault. Running past the limit of time counts, and is told as a hang.
+Each fault of ``planting/faults.py``, or so many that are drawn at random (``planting/mutants.py``), is planted in a
+clone of the repository, and tests of the tier run there until one fails: first those whose files have a name like the
+module's and those in the folder of its package, of all faults; then the whole tier, of the faults that are left (not
+with ``--nearest``). A test of several ranks counts if it passes in a clone without a fault. Running past the limit of
+time counts, and is told as a hang.
 
 Clones have what is committed. The report is written after each fault; ``--resume`` leaves out those that are in it.
 If a fault is tried again that the tests missed, as after they were made better, the report keeps what they said first.
@@ -31,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from facts import facts
 
 from benchmarks.planting.faults import FAULTS, Fault
+from benchmarks.planting.mutants import random_faults
 from benchmarks.planting.runs import Runs
 from support.tiers import entries
 
@@ -147,11 +150,14 @@ def look(runs: Runs, fault: Fault, tests: Sequence[str], which: str, limit_s: fl
 
 def main() -> int:
     args = _parser().parse_args()
+    faults = random_faults(REPOSITORY, args.random, args.seed) if args.random else FAULTS
+    if args.output is None:
+        args.output = Path(__file__).parent / "results" / f"{'random' if args.random else 'planted'}_faults.json"
     report = json.loads(args.output.read_text()) if args.output.exists() and (args.resume or args.only) else {}
     told: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in report.get("faults", ())}
-    chosen = [fault for fault in FAULTS if not args.only or fault.name in args.only]
+    chosen = [fault for fault in faults if not args.only or fault.name in args.only]
     if not chosen:
-        sys.exit(f"there is no fault {args.only!r}: choose one of {', '.join(fault.name for fault in FAULTS)}.")
+        sys.exit(f"there is no fault {args.only!r}: choose one of {', '.join(fault.name for fault in faults)}.")
     runs = Runs()
 
     def run(fault: Fault, tests: Sequence[str], which: str) -> None:
@@ -163,7 +169,7 @@ def main() -> int:
         entry[args.tier] = asdict(found)
         by = found.by or f"not by {which}"
         print(f"{fault.name} ({found.seconds:.0f} s): {'hangs: ' if found.hangs else ''}{by}", flush=True)
-        _write(args, told)
+        _write(args, [told[fault.name] for fault in faults if fault.name in told])
 
     for fault in chosen:
         if args.tests:
@@ -178,8 +184,7 @@ def main() -> int:
     return 0
 
 
-def _write(args: argparse.Namespace, told: dict[str, dict[str, Any]]) -> None:
-    ordered = [told[fault.name] for fault in FAULTS if fault.name in told]
+def _write(args: argparse.Namespace, ordered: Sequence[dict[str, Any]]) -> None:
     by_fast = [entry["name"] for entry in ordered if entry.get(FAST, {}).get("by")]
     by_any = [entry["name"] for entry in ordered if any(entry.get(tier, {}).get("by") for tier in (FAST, ALL))]
     report = {
@@ -203,7 +208,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nearest", action="store_true", help="do not go on with the whole tier")
     parser.add_argument("--tests", nargs="+", default=(), help="instead of the tier's: what pytest takes")
     parser.add_argument("--limit-s", type=float, default=900.0, help="of one run of pytest")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "planted_faults.json")
+    parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="draw so many faults instead")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--output", type=Path, help="default: results/planted_faults.json, or random_faults.json")
     return parser
 
 
