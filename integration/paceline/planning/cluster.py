@@ -161,8 +161,8 @@ class Cluster:
             _above_0("memory_gib", known.get("memory_gib")) * GIB,
             _above_0("flops_per_s", known.get("flops_per_s")),
             _above_0("state_bytes_per_s", known.get("state_bytes_per_s")),
-            _fabric("intra_node", known.get("intra_node", {})),
-            _fabric("inter_node", known.get("inter_node", {})),
+            _fabric("intra_node", known.get("intra_node")),
+            _fabric("inter_node", known.get("inter_node")),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _hops(size: int) -> int:
 
 
 def _fabric(where: str, values: Any) -> Fabric:
-    known = as_object(where, values, _FABRIC)
+    known = {} if values is None else as_object(where, values, _FABRIC)
     given = {name: _limit(f"{where}.{name}", value) for name, value in known.items() if value is not None}
     try:
         return Fabric(**given)

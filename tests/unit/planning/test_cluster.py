@@ -83,6 +83,8 @@ def test_the_json() -> None:
     assert cluster.state_bytes_per_s == inf
     assert Cluster.from_dict(cluster.to_dict()) == cluster
     assert Cluster.from_dict({"devices": 4}).devices_per_node == 4
+    nulls = dict.fromkeys(values) | {"devices": 4}
+    assert Cluster.from_dict(nulls) == Cluster.from_dict({"devices": 4}), "null is as left out"
 
 
 @pytest.mark.parametrize(
