@@ -257,7 +257,7 @@ def trained(light: str, directory: str, stages: int | None) -> tuple[dict[str, T
 
 
 def test_our_trainer_takes_the_last_average(tmp_path: Path) -> None:
-    """Of an island with a pipeline and one without, which tell losses of the same kind: of a step, for each token."""
+    """One island has a pipeline and the other none; both report the same kind of loss: of a step, for each token."""
     with lighthouses(1) as (light,):
         islands = [
             Island(trained, 1, (light, str(tmp_path / "plain"), None)),

@@ -178,7 +178,7 @@ class Averager:
         self._check_loaded()
 
     def _check_loaded(self) -> None:
-        """What is known of parameters by their number must be of those that are averaged now."""
+        """Forget state that a checkpoint keeps by parameter number, if the parameters that are averaged are others."""
         loaded, self._loaded_names = self._loaded_names, []
         if loaded and loaded != self._names and (self._outer.has_anchors or len(self._models)):
             logger.warning(

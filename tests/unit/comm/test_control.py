@@ -61,5 +61,5 @@ def brought() -> list[Any]:
 
 
 def test_tensors_of_any_dtype_and_size_come_to_all_stages() -> None:
-    """What an evaluation makes of logits: token ids in 16 bits, for one."""
+    """Functions of logits return all kinds of tensors: token ids in 16 bits, for one."""
     assert run_ranks(brought, 2) == [shown(values())] * 2

@@ -62,7 +62,7 @@ def test_memory_limits() -> None:
 
 @pytest.mark.parametrize("most", [2, 3])
 def test_all_slices_of_a_stage_are_computed_at_once(most: int) -> None:
-    """What each of them works with adds up, and so does what a stage keeps of which a slice is the first item."""
+    """Working memory of slices adds up; a stage that begins with one keeps hidden states for each live micro-batch."""
     items = with_head_slices([*ITEMS[:-1], ITEMS[-1]._replace(working_bytes=40_000)], 4)
     seconds = [*SECONDS[:-1], *[(0.2, 0.3)] * 4]
     limit = 10_000 * (most + 1)  # one slice works with 10,000 bytes; states and all else are less than that

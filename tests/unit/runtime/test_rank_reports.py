@@ -90,7 +90,7 @@ def test_a_call_that_waits_for_the_one_before_begins_when_that_ends() -> None:
 
 
 def gatherer(lanes: dict[str, Any], machines: int = 1) -> ReportGatherer:
-    """Of a job's first rank, whose one stage has these lanes."""
+    """A gatherer on the first rank of a job, whose one stage has these lanes."""
     control: Any = SimpleNamespace(
         gather=lambda value: [f"{value} {number}" for number in range(machines)],
         gather_at_first=lambda report: [report],
