@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Style, types and tests, whose summary comes last. Fails if any of these fails.
-#   bash tests/run.sh               the fast tier: all tests without ranks, every capability once (tests/support/tiers.py)
+#   bash tests/run.sh               the fast tier: tests/unit, and every capability once (tests/support/tiers.py)
 #   bash tests/run.sh --all         every test, and part of them with the lowest transformers that is supported
 #   bash tests/run.sh [--all] ...   the tests that these arguments of pytest select, paths from the repository's root
 # shellcheck source-path=SCRIPTDIR

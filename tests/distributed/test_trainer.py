@@ -696,19 +696,14 @@ def learned_tokenizer(texts: list[str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=learned, eos_token="<end>", pad_token="<pad>")
 
 
-def fine_tune(
-    directory: str, config: dict[str, Any] | None, family: str = "llama", count: int = 40, **changes: Any
-) -> list[dict[str, Any]]:
-    """As people use TRL: prompts, completions, loss on the latter."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, set_seed
+def trls(directory: str, config: dict[str, Any] | None, data: dict[str, Any], texts: list[str], **changes: Any) -> Any:
+    """TRL's trainer, or ours with the pipeline of a JSON, of a new model."""
+    from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
 
     import paceline
 
-    set_seed(0)
-    asked = [(a, b) for a in range(6) for b in range(8)]
-    samples = [{"prompt": f"what is {a} plus {b}?", "completion": f" {a + b} of course"} for a, b in asked]
+    family = changes.pop("family", "llama")
     args = SFTConfig(
         output_dir=directory,
         deepspeed=config,
@@ -716,23 +711,32 @@ def fine_tune(
         report_to=[],
         disable_tqdm=True,
         seed=0,
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=4,
-        **{"max_steps": 2, "learning_rate": 1e-2, **changes},
-        logging_steps=1,
-        max_length=32,
-        eval_strategy="steps",
-        eval_steps=2,
         bf16=False,
         gradient_checkpointing=False,
+        **changes,
     )
-    trainer = (SFTTrainer if config is None else paceline.PacelineSFTTrainer)(
+    return (SFTTrainer if config is None else paceline.PacelineSFTTrainer)(
         model=AutoModelForCausalLM.from_config(model_config(family)),
         args=args,
-        train_dataset=Dataset.from_list(samples[:count]),
-        eval_dataset=Dataset.from_list(samples[40:]),
-        processing_class=learned_tokenizer([sample["prompt"] + sample["completion"] for sample in samples]),
+        **data,
+        processing_class=learned_tokenizer(texts),
     )
+
+
+def fine_tune(directory: str, config: dict[str, Any] | None, count: int = 40, **changes: Any) -> list[dict[str, Any]]:
+    """As people use TRL: prompts, completions, loss on the latter."""
+    from datasets import Dataset
+    from transformers import set_seed
+
+    set_seed(0)
+    asked = [(a, b) for a in range(6) for b in range(8)]
+    samples = [{"prompt": f"what is {a} plus {b}?", "completion": f" {a + b} of course"} for a, b in asked]
+    data = {"train_dataset": Dataset.from_list(samples[:count]), "eval_dataset": Dataset.from_list(samples[40:])}
+    changes = {"max_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 2, "max_length": 32} | changes
+    changes |= {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
+    texts = [sample["prompt"] + sample["completion"] for sample in samples]
+    trainer = trls(directory, config, data, texts, **changes)
     trainer.train()
     trainer.save_model()
     return figures(trainer.state.log_history)
@@ -751,10 +755,7 @@ def test_trl_fine_tunes_with_a_pipeline(packing: bool, tmp_path: Path) -> None:
 def evaluate_alone(directory: str, config: dict[str, Any] | None) -> float:
     """TRL's evaluation of rows with 1 to 11 label tokens, and of one with none."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, set_seed
-    from trl import SFTConfig, SFTTrainer
-
-    import paceline
+    from transformers import set_seed
 
     set_seed(0)
     ids = [row["input_ids"].tolist() for row in rows(6)]
@@ -762,24 +763,8 @@ def evaluate_alone(directory: str, config: dict[str, Any] | None) -> float:
         [{"input_ids": one, "labels": [-100] * (15 - 2 * n) + one[15 - 2 * n :]} for n, one in enumerate(ids)]
         + [{"input_ids": ids[0], "labels": [-100] * LENGTH}]
     )
-    args = SFTConfig(
-        output_dir=directory,
-        deepspeed=config,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        per_device_eval_batch_size=1,
-        gradient_accumulation_steps=4,
-        bf16=False,
-        gradient_checkpointing=False,
-    )
-    trainer = (SFTTrainer if config is None else paceline.PacelineSFTTrainer)(
-        model=AutoModelForCausalLM.from_config(model_config()),
-        args=args,
-        train_dataset=data,
-        eval_dataset=data,
-        processing_class=learned_tokenizer(["some text"]),
-    )
+    both = {"train_dataset": data, "eval_dataset": data}
+    trainer = trls(directory, config, both, ["some text"], per_device_eval_batch_size=1)
     return float(trainer.evaluate()["eval_loss"])
 
 

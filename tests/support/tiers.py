@@ -1,6 +1,6 @@
 """Which tests show which capability: the fast tier, what ``bash tests/run.sh`` runs.
 
-Each capability is there once, with real ranks; what needs no ranks is there whole. Everything else runs with
+Each capability is there once, with real ranks; ``tests/unit`` is there whole. Everything else runs with
 ``bash tests/run.sh --all``. An entry is what pytest takes, below ``tests``: a folder, a file, a test, or one of its
 cases.
 
@@ -131,7 +131,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_wrong_input.py::test_ends_of_a_pipeline_that_see_different_data_are_told",
         "distributed/test_doctor.py::test_ranks_that_are_well",
     ),
-    "whatever needs no ranks": ("unit",),
+    "parts, alone or with few ranks": ("unit",),
 }
 
 

@@ -646,7 +646,7 @@ class PacelineEngine(PipelineEngine):
             self.asynchronous.flush()
 
     def _flush_whole(self) -> None:
-        """:meth:`flush`, for what the whole model is about to be written by."""
+        """:meth:`flush` before the model is written; refused where a migration broke off and left it in pieces."""
         self.half_way.check_model()
         self.flush()
 

@@ -13,6 +13,7 @@ from paceline.planning.candidates import FAMILIES, IN_V, SPLIT_IN_LINE, Candidat
 from paceline.planning.choose import NO_FORMATS
 from paceline.planning.format_costs import AS_IT_IS, FormatCosts, with_format
 from paceline.runtime.measured_costs import MeasuredCosts
+from paceline.runtime.pipeline_measurements import PipelineMeasurements
 from paceline.runtime.planning_process import PlanningProcess
 from paceline.runtime.schedule_actuator import ASIDE_FROM, ScheduleActuator, trials
 from paceline.schedules.costs import Costs, Link
@@ -236,6 +237,22 @@ def test_a_whole_backward_is_tried_where_all_begin_split() -> None:
     split = [Candidate(size, family="zbv") for size in (2, 1, 4)]
     assert trials(choice, 4, 2, 16) == [*split, Candidate(2, family=DUALPIPEV)]
     assert trials(choice, 4, 2, 15) == split, "splitting pays there"
+
+
+def test_a_trial_must_exist_and_fit_for_every_replica() -> None:
+    """The batch may have become smaller since the trials were chosen."""
+
+    live = replace(in_v(), activation_bytes=(SAVED,) * 2 * DEVICES)
+
+    def would_run(micro_batches: tuple[int, ...], room_bytes: float = ROOMY) -> bool:
+        known: Any = SimpleNamespace(saved_bytes={SIZE: {}}, costs=lambda size: live, room_bytes=[room_bytes] * DEVICES)
+        pipeline = SimpleNamespace(num_stages=DEVICES, micro_batch_size=SIZE, replica_micro_batches=micro_batches)
+        measurements: Any = SimpleNamespace(costs=known, _pipeline=pipeline)
+        return PipelineMeasurements._would_fit(measurements, Candidate(SIZE, family=DUALPIPEV))
+
+    assert would_run((16, 8))
+    assert not would_run((16, 3)), "there is no such schedule of three micro-batches"
+    assert not would_run((16, 8), room_bytes=SAVED)
 
 
 def test_whole_backwards_are_chosen_where_splitting_costs_more_than_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
