@@ -18,12 +18,13 @@ Layers stay what they are, with a forward of ours: a copy of a model, and one th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
@@ -107,8 +108,17 @@ class Deferred:
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     if parameter.requires_grad:
-        # From a parameter itself autograd does what it does at the end of a backward, and no more.
-        torch.autograd.backward(parameter, gradient.to(parameter.dtype))
+        # From a parameter itself autograd does what it does at the end of a backward, and no more. The engine is called
+        # without the checks of torch.autograd.backward: those take longer than a small product.
+        Variable._execution_engine.run_backward(
+            (parameter,),
+            (gradient.to(parameter.dtype),),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
 
 class Deferral:
@@ -184,21 +194,23 @@ class OwnLinear(Own):
             inputs: rows of the input [rows, D_in].
             outputs: gradients of the output [rows, D_out].
         """
-        weight = None
-        if self.weight.requires_grad:
-            weight = inputs.t() @ outputs if self.is_transposed else outputs.t() @ inputs
-        return weight, outputs.sum(0) if self.bias is not None and self.bias.requires_grad else None
+        weight, bias = self.weight, self.bias
+        dw = db = None
+        if weight.requires_grad:
+            dw = inputs.t() @ outputs if self.is_transposed else outputs.t() @ inputs
+        if bias is not None and bias.requires_grad:
+            db = outputs.sum(0)
+        return dw, db
 
     def forward(self, x: Tensor) -> Tensor:
-        deferral = self.deferral
+        weight, bias, deferral = self.weight, self.bias, self.deferral
         is_deferred = deferral is not None and deferral.is_on
-        if not self.weight.requires_grad or not (is_deferred or self.sees_factors):
+        if not weight.requires_grad or not (is_deferred or self.sees_factors):
             plain: Tensor = super().forward(x)  # type: ignore[misc]
             return plain
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))
-        weight, bias = self.weight, self.bias
         if deferral is None or not is_deferred:
             out: Tensor = _LinearFunction.apply(x, weight, bias, self, None)
         else:
@@ -244,9 +256,10 @@ class _LinearFunction(torch.autograd.Function):
         return dx, None if dw is None else dw.to(weight.dtype), db, None, None
 
 
-def full_precision(like: Tensor) -> torch.autocast:
+def full_precision(like: Tensor) -> AbstractContextManager[None]:
     """A backward may be called where autocast is on, which would round what is computed."""
-    return torch.autocast(like.device.type, enabled=False)
+    device = like.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def is_linear(layer: Any) -> bool:
