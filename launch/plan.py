@@ -300,10 +300,13 @@ def _workload(
         capacity_factor=args.capacity_factor,
         worst=args.worst_routing,
     )
+    if not workload.num_experts:
+        for flag in ("loads", "capacity_factor", "worst_routing"):
+            if (value := getattr(args, flag)) not in (None, False):
+                shown = f"--{flag.replace('_', '-')}{'' if value is True else f' {value}'}"
+                raise ValueError(f"{shown}: {args.model} has no experts; drop it.")
     if args.loads is None:
         return workload
-    if not workload.num_experts:
-        raise ValueError(f"--loads {args.loads}: {args.model} has no experts; drop it.")
     values = latest(args.loads) if args.loads.endswith(".jsonl") else _read_json("--loads", args.loads)
     with within(f"--loads {args.loads}"):
         loads = []

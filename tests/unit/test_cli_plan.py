@@ -489,10 +489,13 @@ def test_what_cannot_be(
     assert err.count("\n") == 1
 
 
-def test_loads_of_a_dense_model(plan: Any, tmp_path: Path) -> None:
+def test_routing_of_a_dense_model(plan: Any, tmp_path: Path) -> None:
     (tmp_path / "loads.json").write_text("[[1, 1]]")
-    _, err = plan("llama", *CLUSTER, *STEP, "--loads", str(tmp_path / "loads.json"), status=2)
-    assert err.endswith(" has no experts; drop it.\n")
+    routing = (["--loads", str(tmp_path / "loads.json")], ["--worst-routing"], ["--capacity-factor", "1.25"])
+    for flags in routing:
+        _, err = plan("llama", *CLUSTER, *STEP, *flags, status=2)
+        assert err.startswith(f"paceline: {' '.join(flags)}: ")
+        assert err.endswith(" has no experts; drop it.\n")
 
 
 def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
