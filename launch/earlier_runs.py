@@ -9,10 +9,12 @@ from paceline.checkpoint import complete_checkpoints, damaged_checkpoints, lates
 from paceline.checkpoint.format import LATEST, MANIFEST
 from paceline.hf.arguments import AUTO, TrainArguments
 from paceline.measure.profile_file import FILE_NAME as PROFILE
+from paceline.report.run_records import LOADS, METRICS, START, SUMMARY
+from paceline.report.step_records import FOLDER as TRACES
 
 
 def check_nothing_is_lost(output: Path, args: TrainArguments) -> None:
-    """Raise ValueError if a run with ``args`` that begins anew would mix with, or write over, what is in ``output``."""
+    """Raise ValueError if a run that does not go on from ``output`` would mix with, or write over, what is there."""
     if args.overwrite_output_dir:
         return
     if (output / "config.json").exists() or (output / "adapter_config.json").exists():
@@ -20,7 +22,7 @@ def check_nothing_is_lost(output: Path, args: TrainArguments) -> None:
             f"--output_dir {output} already holds a model: choose another directory, or replace it with "
             "--overwrite_output_dir."
         )
-    if args.resume_from_checkpoint is None and (checkpoint := latest_checkpoint(output)) is not None:
+    if (checkpoint := latest_checkpoint(output)) is not None:
         raise ValueError(
             f"--output_dir {output} holds {checkpoint.name} of an earlier run: go on from it with "
             "--resume_from_checkpoint true, or start over with --overwrite_output_dir."
@@ -58,9 +60,17 @@ def checkpoint_to_resume(output: Path, args: TrainArguments) -> Path | None:
     return found
 
 
+def goes_on_in(output: Path, checkpoint: Path | None) -> bool:
+    """Whether a run from ``checkpoint`` goes on with the run of ``output``."""
+    return checkpoint is not None and checkpoint.parent.resolve() == output.resolve()
+
+
 def remove_earlier_run(output: Path) -> None:
-    """Its checkpoints, which a later resume is not to go on from, and its profile. Only with --overwrite_output_dir."""
-    for checkpoint in (*complete_checkpoints(output), *damaged_checkpoints(output)):
-        shutil.rmtree(checkpoint, ignore_errors=True)
-    for name in (LATEST, PROFILE):
+    """Its checkpoints, which a later resume is not to go on from, its profile and its records.
+
+    Only with --overwrite_output_dir.
+    """
+    for folder in (*complete_checkpoints(output), *damaged_checkpoints(output), output / TRACES):
+        shutil.rmtree(folder, ignore_errors=True)
+    for name in (LATEST, PROFILE, START, METRICS, SUMMARY, LOADS):
         (output / name).unlink(missing_ok=True)

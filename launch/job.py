@@ -28,7 +28,7 @@ from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
 from paceline.hf.peft import lora_config
 from paceline.hf.quantised import quantised_loading
 from paceline.hf.quiet_transformers import quiet
-from paceline.launch.earlier_runs import check_nothing_is_lost, checkpoint_to_resume
+from paceline.launch.earlier_runs import check_nothing_is_lost, checkpoint_to_resume, goes_on_in
 from paceline.launch.inputs import read_inputs
 from paceline.launch.job_trainer import JobTrainer, Run
 from paceline.launch.trackers import Trackers
@@ -135,7 +135,7 @@ class Job:
                     why = f"{error.strerror}; choose a directory that can be written to, with room"
                     raise ValueError(f"--output_dir {self.output}: {why}.") from error
                 found = checkpoint_to_resume(self.output, self.args)
-                if found is None:
+                if not goes_on_in(self.output, found):
                     check_nothing_is_lost(self.output, self.args)
                 probe.touch()
         with self.control.together(f"looking for {self.output}"):

@@ -29,7 +29,7 @@ from paceline.data.datasets import Data
 from paceline.hf.arguments import TrainArguments
 from paceline.hf.quiet_transformers import quiet
 from paceline.launch.completion import complete
-from paceline.launch.earlier_runs import remove_earlier_run
+from paceline.launch.earlier_runs import goes_on_in, remove_earlier_run
 from paceline.launch.intervals import Intervals
 from paceline.launch.trackers import Trackers
 from paceline.report.progress import Progress
@@ -145,10 +145,11 @@ class JobTrainer(PacelineTrainer):
     def _load_state(self, engine: Any, resume_from_checkpoint: str | None) -> None:
         run, path = self.run, self.run.resume_path
         self.batches.shares = lambda: engine.replica_micro_batches
-        if path is None:
+        if not goes_on_in(run.output, path):
             with self.pipeline.control.together(f"clearing {run.output}"):
                 if engine.global_rank == 0 and run.args.overwrite_output_dir:
                     remove_earlier_run(run.output)
+        if path is None:
             return
         found, state = engine.load_checkpoint(path.parent, tag=path.name)
         job = state["paceline"]

@@ -199,6 +199,27 @@ def test_a_model_is_no_checkpoint(tmp_path: Path) -> None:
     assert f"--resume_from_checkpoint {tmp_path}: {tmp_path} is a Hugging Face model, no checkpoint" in results[0][1]
 
 
+def test_a_checkpoint_from_elsewhere_is_not_mixed_with_an_earlier_run(tmp_path: Path) -> None:
+    """Its checkpoints, model and metrics stay unless they may be overwritten, and then all of them go."""
+    source, output = tmp_path / "source", tmp_path / "out"
+    run(job(source, max_steps=STOP))
+    run(job(output, max_steps=STOP, seed=7))
+    before = (output / "metrics.jsonl").read_text()
+    resuming = job(output, resume_from_checkpoint=source / f"checkpoint-{STOP}", save_total_limit=1)
+    for missing, message in ((None, "already holds a model"), ("config.json", f"holds checkpoint-{STOP} of an ")):
+        if missing is not None:
+            (output / missing).unlink()
+        results = run_ranks(finetune, 2, resuming)
+        assert [code for code, _ in results] == [2, 2]
+        assert message in results[0][1]
+    assert (output / f"checkpoint-{STOP}").exists()
+    assert (output / "metrics.jsonl").read_text() == before
+    run([*resuming, "--overwrite_output_dir"])
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["step"] > STOP for line in lines)
+    assert [path.name for path in output.glob("checkpoint-*")] == [f"checkpoint-{STEPS}"]
+
+
 def test_auto_does_not_start_over_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     output = tmp_path / "out"
     run(job(output, max_steps=STOP))
