@@ -26,7 +26,7 @@ class MetricsFile:
     """``metrics.jsonl`` of one run: a JSON object a line, flushed at once. A path of None writes nothing.
 
     It goes on with what is there; :func:`keep_until` is for what an earlier run has left. Where it cannot be written, a
-    warning says so, and it ends there: the run matters more.
+    warning says so, and it ends there: the run matters more. One that somebody has removed begins anew.
     """
 
     path: Path | None
@@ -37,6 +37,11 @@ class MetricsFile:
         if self.path is None:
             return
         try:
+            if self._file is not None and not _is_at(self._file, self.path):
+                logger.warning(
+                    "%s was removed while the run writes it: it begins anew at step %s", self.path, record.get("step")
+                )
+                self.close()
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self.path.open("a")
@@ -51,6 +56,13 @@ class MetricsFile:
         if file is not None:
             with suppress(OSError):  # of what could not be written before
                 file.close()
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def keep_until(path: Path, step: int) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,18 @@ def write_start(run_dir: Path, facts: Mapping[str, Any]) -> None:
     for path, step in _traced(run_dir):
         if step > facts["first_step"]:
             path.unlink()
+    _write_facts(run_dir, facts)
+
+
+def keep_start(run_dir: Path, facts: Mapping[str, Any]) -> None:
+    """Write ``run.json`` again where it was removed during the run, as far as that is possible."""
+    if not (run_dir / START).exists():
+        with suppress(OSError):  # the next report tries again
+            run_dir.mkdir(parents=True, exist_ok=True)
+            _write_facts(run_dir, facts)
+
+
+def _write_facts(run_dir: Path, facts: Mapping[str, Any]) -> None:
     write_whole(run_dir / START, json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
 
 

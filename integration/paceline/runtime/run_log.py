@@ -32,7 +32,7 @@ from ..measure.profile_file import FILE_NAME as PROFILE
 from ..optim.sharded import ShardedOptimizer
 from ..planning.tuning import DecisionLog
 from ..report.metrics import TIMES, MetricsFile, RankTotals, events, summarize, write_whole
-from ..report.run_records import LOADS, METRICS, SUMMARY, read_summary, write_start
+from ..report.run_records import LOADS, METRICS, SUMMARY, keep_start, read_summary, write_start
 from ..report.running import Running, StepLog
 from ..report.tally import Loss, Tally
 from ..schedules.schedule import Schedule
@@ -102,6 +102,7 @@ class RunLog:
         self.tally, self.step_log = Tally(), StepLog()
         self.evaluation: dict[str, float] | None = None
         """The last figures, by their keys."""
+        self._started: dict[str, object] | None = None
         self.train_loss = math.nan
         """The loss that was reported last."""
         self.times = dict.fromkeys(TIMES, 0.0)
@@ -127,7 +128,8 @@ class RunLog:
             if self.is_first and self.pipeline.profile is not None:
                 self.pipeline.profile.save(self.run_dir / PROFILE)
             if self.is_first and (report.metrics or report.html) and self._kept is None:
-                write_start(self.run_dir, self._start(num_steps))
+                self._started = self._start(num_steps)
+                write_start(self.run_dir, self._started)
         engine.keep_records(self.run_dir, num_steps)
         self.skip_time()
 
@@ -203,6 +205,8 @@ class RunLog:
             "ran": self.step_log.take(),
         }
         self.tell(line)
+        if self._started is not None:
+            keep_start(self.run_dir, self._started)
         return line
 
     def tell_evaluation(self, where: Mapping[str, object], figures: Mapping[str, float]) -> None:

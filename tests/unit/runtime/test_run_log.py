@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,6 +139,21 @@ def test_decisions_and_measurements_come_before_the_line_of_their_interval(begun
     assert (line["loss"], line["grad_norm"], line["tokens"], line["tokens_per_s"]) == (3.0, 0.5, 400, 400.0)
     assert [(row["step"], row["moves"], row["seconds"]) for row in line["ran"]] == [(1, 0, [0.25]), (2, 1, [0.75])]
     assert engine.decisions.decisions == []
+
+
+def test_a_folder_that_is_removed_has_what_comes_after(
+    begun: tuple[Engine, RunLog], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line goes to a file that has a name, and the report of the run knows how it began."""
+    log, start = begun[1], (begun[1].run_dir / START).read_text()
+    log.add_step(1, 0.25, 2.0, 100)
+    log.report(1, 0.1, 1e-3)
+    shutil.rmtree(log.run_dir)
+    log.add_step(2, 0.25, 2.0, 100)
+    log.report(2, 0.1, 1e-3)
+    assert [line["step"] for line in lines(log)] == [2]
+    assert (log.run_dir / START).read_text() == start
+    assert "metrics.jsonl was removed while the run writes it: it begins anew at step 2" in caplog.text
 
 
 def test_a_run_that_is_left_keeps_what_was_not_reported(begun: tuple[Engine, RunLog]) -> None:
