@@ -263,6 +263,9 @@ def _export(args: argparse.Namespace) -> int:
     if not re.fullmatch(r"0*[1-9]\d*[KMGT]B", args.max_shard_size, re.IGNORECASE):
         rule = "must be a whole number above 0 with KB, MB, GB or TB"
         raise ValueError(f"--max-shard-size {args.max_shard_size}: {rule}; write it as 5GB.")
+    for name in ("checkpoint", "directory"):
+        if not getattr(args, name):
+            raise ValueError(f"{name}: the name of a directory is empty; give one.")
     done = export_checkpoint(
         args.checkpoint,
         args.directory,

@@ -29,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     """Write the picture and the Perfetto trace of one step, and print where its time went."""
     from paceline.report import step_records
 
+    if args.output == "":
+        raise ValueError("--output: the name of a directory is empty; give one, or leave --output out.")
     record = _choose(step_records.read(args.run_dir), args.step)
     output = Path(args.output) if args.output is not None else Path(args.run_dir) / step_records.FOLDER
     picture, trace = output / f"step-{record.step}.{args.format}", output / f"step-{record.step}.perfetto.json"

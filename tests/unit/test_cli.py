@@ -256,6 +256,13 @@ def test_what_the_terminal_cannot_show(tmp_path):
     assert done.stdout.endswith(b"wrote \\udcff.svg\n")
 
 
+@pytest.mark.parametrize("names", [("", "out"), ("run", "")])
+def test_an_empty_name_is_not_the_working_directory(names, capsys):
+    """As of a variable of a shell that is not set."""
+    assert main(["export", *names]) == 2
+    assert capsys.readouterr().err.endswith("the name of a directory is empty; give one.\n")
+
+
 def test_a_name_that_is_too_long_for_a_file(tmp_path, capsys):
     assert main(["export", "x" * 5000, str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err

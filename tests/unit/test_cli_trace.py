@@ -95,6 +95,8 @@ def test_what_cannot_be_shown(run_dir: Path, tmp_path: Path, capsys: pytest.Capt
     assert "--step 15 was not recorded: choose one of 10, 20, 30." in one_line(capsys)
     assert main(["trace", str(run_dir / "nowhere")]) == 2
     assert "nowhere is no directory" in one_line(capsys)
+    assert main(["trace", str(run_dir), "--output", ""]) == 2
+    assert "--output: the name of a directory is empty; give one" in one_line(capsys)
     (run_dir / "file").write_text("")
     assert main(["trace", str(run_dir), "--output", str(run_dir / "file")]) == 2
     assert "choose another folder with --output" in one_line(capsys)

@@ -328,6 +328,8 @@ class TrainArguments:
         if not re.fullmatch(r"0*[1-9]\d*[KMGT]B", self.max_shard_size, re.IGNORECASE):
             rule = "must be a whole number above 0 with KB, MB, GB or TB"
             _refuse("max_shard_size", self.max_shard_size, rule, "write it as 5GB")
+        if not self.output_dir:
+            _refuse("output_dir", repr(""), "the name of a directory is empty", "give one, or leave the flag out")
         if os.path.isfile(self.output_dir):
             _refuse("output_dir", self.output_dir, "must be a directory, but is a file", "choose another name")
         _check_file("deepspeed", self.deepspeed)

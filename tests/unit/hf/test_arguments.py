@@ -190,6 +190,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["--dataset_config_name", "x"], "needs --dataset_name"),
         (["--deepspeed", "missing.json"], "--deepspeed missing.json: must be a file"),
         (["--output_dir", __file__], "must be a directory, but is a file"),
+        (["--output_dir", ""], "the name of a directory is empty"),
         (["--block_size", "1"], "--block_size 1: must be at least 2 and finite. Remedy"),
         (["--max_train_samples", "-5"], "--max_train_samples -5: must be at least 1"),
         (["--validation_split_percentage", "100"], "must be at least 0 and less than 100"),
