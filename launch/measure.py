@@ -76,7 +76,7 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, half_layers:
         shape: ``micro_batch_size``, ``sequence_length`` and ``gradient_checkpointing``.
 
     Raises:
-        ValueError: a model that cannot be cut, or sizes that it cannot have.
+        ValueError: a model that cannot be cut, sizes that it cannot have, or an ``output`` that cannot be made.
     """
     import torch
     import torch.distributed as dist
@@ -96,7 +96,14 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, half_layers:
         require_halves(config)
     device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
     dtype = dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    dist.barrier()
+    control = ControlPlane.create()
+    with control.together(f"preparing {output}"):
+        if dist.get_rank() == 0:
+            try:
+                output.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                why = f"{error.strerror}; choose a directory that can be written to"
+                raise ValueError(f"--output_dir {output}: {why}.") from error
     bench = {"dtype": getattr(torch, dtype), "device": device, "half_layers": half_layers, **shape}
     items = profile_items(config, **bench)
     stage = measure_stage(Bench(config, **bench))
@@ -107,10 +114,8 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, half_layers:
         for item, forward_s, backward_s in zip(items, seconds[::2], seconds[1::2], strict=True)
     ]
     here = device_profile(device, ranks_sharing(device))
-    control = ControlPlane.create()
     cluster = measure_cluster(control, device, min(control.gather(here.free_bytes)))
     if dist.get_rank() == 0:
-        output.mkdir(parents=True, exist_ok=True)
         profile = Profile(fingerprint(config), dtype, **shape, items=tuple(items), devices=(here,), versions=versions())
         profile = replace(profile, stage=stage)
         profile.save(output / PROFILE)

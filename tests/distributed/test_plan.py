@@ -156,3 +156,8 @@ def test_measured_first(plans: Any, capsys: pytest.CaptureFixture[str], monkeypa
 
 def test_a_model_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
     assert run_ranks(measure, 2, [str(tmp_path / "absent")]) == [2, 2]
+
+
+def test_an_output_that_is_a_file_is_told_before_measuring(plans: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert run_ranks(measure, 2, [str(plans["llama"][0]), "--output_dir", str(tmp_path / "file")]) == [2, 2]
