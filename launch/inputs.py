@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from paceline.data.datasets import Data, prepare
 from paceline.data.reading import read
 from paceline.data.tokenizer import load_tokenizer, train_tokenizer
 from paceline.hf.arguments import DataArguments, ModelArguments, TrainArguments
 from paceline.hf.check import require_supported
+from paceline.messages import nearest
 
 TOKENIZER_TEXTS = 2_000
 """Rows that a tokenizer is trained on when a model from scratch brings none."""
@@ -65,6 +66,14 @@ def read_inputs(
 def _model_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     name = args.config_name or args.model_name_or_path
     if name is None:
+        if args.model_type is None:
+            raise ValueError(
+                "there is no model: give --model_name_or_path, or for one from scratch --config_name or --model_type."
+            )
+        if args.model_type not in CONFIG_MAPPING:
+            near = nearest(args.model_type, list(CONFIG_MAPPING))
+            remedy = f"did you mean {near}?" if near else "give a model_type of transformers, such as llama."
+            raise ValueError(f"--model_type {args.model_type}: transformers has no such type; {remedy}")
         return args.override(AutoConfig.for_model(args.model_type, **_special_tokens(tokenizer)))
     try:
         config = AutoConfig.from_pretrained(
