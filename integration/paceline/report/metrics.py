@@ -78,7 +78,7 @@ def keep_until(path: Path, step: int) -> None:
         if line.endswith("}\n"):
             try:
                 is_kept = json.loads(line).get("step", 0) <= step
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} cannot be read ({reason(error)}): remove it.") from None
             kept += [line] * is_kept
     if not kept:

@@ -43,9 +43,10 @@ def test_a_full_disk_ends_the_file_and_not_the_run(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["\0\0\0}", '{"step": null}'])
+def test_a_line_that_cannot_be_read_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1}\n\0\0\0}\n{"step": 2}\n')
+    file.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 cannot be read .*: remove it"):
         keep_until(file, 1)
 
