@@ -390,14 +390,14 @@ def _mismatch(stream: Stream) -> list[int]:
 def _text(facts: dict[str, Any]) -> str:
     lines = [f"{facts['schedule'] or 'schedule'}: {facts['stages']} stages, {facts['micro_batches']} micro-batches"]
     step, bubble = f"step:          {facts['makespan_s']:.6g} s", f"{facts['bubble_fraction']:.1%} bubble"
+    if "mean_s" in facts:
+        step += f" ({facts['mean_s']:.6g} s in the mean over messages, p90 {facts['p90_s']:.6g} s)"
     if "period_s" in facts:
         lines += [
             f"{step} in the steady state, of which {bubble}; the first takes {facts['first_step_s']:.6g} s",
             f"mismatch:      by stage {' '.join(map(str, facts['mismatch']))} (most updates from forward to backward)",
         ]
     else:
-        if "mean_s" in facts:
-            step += f" ({facts['mean_s']:.6g} s in the mean over messages, p90 {facts['p90_s']:.6g} s)"
         critical = ", ".join(f"{name} {seconds:.6g} s" for name, seconds in facts["critical_path_s"].items() if seconds)
         lines += [f"{step}, of which {bubble}", f"critical path: {critical or 'nothing'}"]
     lines.append(

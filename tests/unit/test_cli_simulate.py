@@ -121,8 +121,9 @@ def test_messages_that_take_different_times(capsys):
     few = ["--stages", "2", "--micro-batches", "4", "--forward", "1", "--backward", "2"]
     assert main(["simulate", *few, "--transfer-samples", "0.001,0.008", "--compare"]) == 0  # some do not notice
     assert len(capsys.readouterr().out.splitlines()) > 10
-    assert main(["simulate", *given, *samples]) == 0
-    assert "in the mean over messages, p90" in capsys.readouterr().out
+    for schedule in ("1f1b", "one_direction"):
+        assert main(["simulate", *given, *samples, "--schedule", schedule]) == 0
+        assert "in the mean over messages, p90" in capsys.readouterr().out
 
 
 def test_compare_without_a_flush(capsys):
