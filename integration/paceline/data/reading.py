@@ -5,6 +5,7 @@ Rows come with the columns of one kind of sample (:mod:`paceline.data.samples`),
 
 from __future__ import annotations
 
+import glob
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -104,8 +105,9 @@ def _files(
         options["keep_linebreaks"] = args.keep_linebreaks
     elif kind == "py":
         options["sample_by"] = "document"
+    files = [glob.escape(str(Path(path).resolve())) for path in paths]  # it takes them for patterns
     with readable(what):
-        data = load_dataset(BUILDERS[kind], data_files={"train": [str(Path(p).resolve()) for p in paths]}, **options)
+        data = load_dataset(BUILDERS[kind], data_files={"train": files}, **options)
     return _rows(what, data, args, seed, lines=kind == "txt" and args.keep_linebreaks)
 
 

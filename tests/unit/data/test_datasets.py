@@ -161,6 +161,18 @@ def test_lines_and_whole_files(tmp_path: Path) -> None:
     assert validation.column_names == ["line"]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_name_is_no_pattern(tmp_path: Path, streaming: bool) -> None:
+    """Of other files: ``notes[1].jsonl`` is not ``notes1.jsonl``."""
+    folder = tmp_path / "run[2]"
+    folder.mkdir()
+    for name in ("notes[1].jsonl", "notes1.jsonl", "n*.jsonl"):
+        (folder / name).write_text(json.dumps({"text": name}) + "\n")
+    for name in ("notes[1].jsonl", "n*.jsonl"):
+        args = DataArguments(train_file=str(folder / name), streaming=streaming, validation_split_percentage=0)
+        assert read_raw(args, seed=0).texts(9) == [name]
+
+
 def test_too_few_rows_to_hold_any_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         train, validation = load_raw(DataArguments(train_file=write(tmp_path, "jsonl", DOCUMENTS[:3])))
