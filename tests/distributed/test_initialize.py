@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,30 @@ def client_optimizer(stages: int, groups: str) -> tuple[list[float], list[float]
 
 def test_own_optimizer_and_schedule() -> None:
     assert [rates for rates, _ in run_ranks(client_optimizer, 2, 2, "two")] == [[1e-2, 5e-3, 2.5e-3]] * 2
+
+
+def torchs_schedules(stages: int) -> list[Any]:
+    import paceline
+
+    found: list[Any] = []
+    right = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
+    for schedule in (right, {"type": "ReduceLROnPlateau"}, {"type": "StepLR"}):
+        try:
+            engine, *_ = paceline.initialize(model=model_config(), config=ds_config(stages, scheduler=schedule))
+        except ValueError as error:
+            found.append(str(error))
+            continue
+        for step in range(2):
+            found.append(engine.get_lr())
+            engine.train_batch(iter(step_batches(step)))
+    return found
+
+
+def test_a_schedule_of_torchs_in_the_json() -> None:
+    for *rates, refusal, incomplete in run_ranks(torchs_schedules, 2, 2):
+        assert rates == [[1e-3], [5e-4]]
+        assert "a ReduceLROnPlateau, which follows a metric" in refusal
+        assert re.search("scheduler StepLR with params {}: .*'step_size'; correct scheduler.params", incomplete)
 
 
 def test_stages_may_have_different_numbers_of_groups() -> None:

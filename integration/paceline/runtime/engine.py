@@ -53,7 +53,7 @@ from .planning_process import PlanningProcess
 from .programs import Programs
 from .rank_random import OwnRandom
 from .rank_reports import ReportGatherer
-from .rate import check_scheduler_object
+from .rate import check_follows_steps, check_scheduler_object
 from .reach import Reach
 from .stage_runner import LossBook
 from .startup import compile_by_call
@@ -567,6 +567,20 @@ class PacelineEngine(PipelineEngine):
     def _configure_lr_scheduler(self) -> None:
         check_scheduler_object(self.client_lr_scheduler, self.basic_optimizer)
         super()._configure_lr_scheduler()
+        check_follows_steps(self.lr_scheduler)
+
+    def scheduler_params(self) -> dict[str, Any]:
+        """As the JSON says; none are no reason to fail, as they are to DeepSpeed."""
+        return super().scheduler_params() or {}
+
+    def _scheduler_from_config(self, optimizer: object) -> Any:
+        try:
+            return super()._scheduler_from_config(self.basic_optimizer)  # torch's schedulers take no other
+        except (TypeError, ValueError) as error:
+            params = self.scheduler_params()
+            raise ValueError(
+                f"scheduler {self.scheduler_name()} with params {params}: {error}; correct scheduler.params."
+            ) from error
 
     def clip_fp32_gradients(self) -> None:
         """The optimizer clips."""

@@ -1,6 +1,8 @@
-"""Check that a learning rate's scheduler moves the rates of the engine's own optimizer."""
+"""Check that a learning rate's scheduler moves the rates of the engine's own optimizer, by the number of steps."""
 
 from __future__ import annotations
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 
 def check_scheduler_object(scheduler: object, optimizer: object) -> None:
@@ -21,3 +23,13 @@ def check_scheduler_object(scheduler: object, optimizer: object) -> None:
         f"lr_scheduler is a {kind} over another optimizer ({type(moved).__name__}) than the one that trains: it would "
         f"never act; pass a function, lr_scheduler=lambda optimizer: {kind}(optimizer, ...), or that optimizer too."
     )
+
+
+def check_follows_steps(scheduler: object) -> None:
+    """Raise ValueError for a scheduler that follows a metric: DeepSpeed would give it the batch size for that."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            "the learning-rate scheduler is a ReduceLROnPlateau, which follows a metric, and the engine steps it after "
+            "each update, without one: take one that follows the steps, or leave it out and step one of your own, "
+            "ReduceLROnPlateau(engine.optimizer.optimizer), with your metric."
+        )
