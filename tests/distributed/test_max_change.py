@@ -505,6 +505,39 @@ def test_a_step_that_deepspeed_skips_changes_nothing() -> None:
         assert rank == {"skipped": 1, "holds": True, "same": True, "report": {"norm": 0.0, "num_limited": 0}}
 
 
+def rates_around_a_step_that_is_taken_back(zero: int) -> dict[str, Any]:
+    import paceline
+
+    engine, *_ = paceline.initialize(
+        model=small_model(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": None,
+            "zero_optimization": {"stage": zero},
+            "paceline": {"max_change": {}},
+        },
+    )
+    found: dict[str, Any] = {"rates": [], "counts": []}
+    for step, rate in enumerate((None, float("inf"), 1e-3)):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = group["lr"] if rate is None else rate
+        engine.backward(engine(batch(step)).pow(2).mean())
+        engine.step()
+        found["rates"].append(engine.get_lr()[0])
+        found["counts"].append((engine.lr_scheduler.last_epoch, engine.skipped_steps, engine.was_step_applied()))
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_step_that_is_taken_back_is_none_for_the_learning_rate(zero: int) -> None:
+    for found in run_ranks(rates_around_a_step_that_is_taken_back, 2, zero):
+        assert found["counts"] == [(1, 0, True), (1, 1, False), (2, 1, True)]
+        assert found["rates"] == [5e-4, float("inf"), 5e-4]
+
+
 def refused(zero: dict[str, Any]) -> str:
     try:
         flat_engine(3, "fp32", {"zero": zero}, FLAT_LIMITS)

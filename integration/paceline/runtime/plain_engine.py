@@ -6,6 +6,7 @@ import math
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ class PlainEngine(DeepSpeedEngine):
     """None: this job is alone."""
     experts: PlainExperts | None = None
     """None: experts stay where they are."""
+    lr_scheduler: Any
     _max_change: FlatMaxChange | None = None
 
     def __init__(self, *args: Any, plan: RunPlan, **kwargs: Any) -> None:
@@ -142,17 +144,26 @@ class PlainEngine(DeepSpeedEngine):
             self.averager.join(self.global_steps)
         if self.experts is not None:
             self.experts.settle()
-        if self._max_change is not None:
-            self._max_change.before()
-        super()._take_model_step(*args, **kwargs)
-        if self._max_change is not None:
-            self._max_change.after()
+        if self._max_change is None:
+            super()._take_model_step(*args, **kwargs)
+        else:
+            self._take_limited_step(self._max_change, *args, **kwargs)
         if self.averager is not None:
             losses, self._losses = self._losses, []
             tokens, self._tokens = int(self.control.sum(torch.tensor([self._tokens]))), 0
             loss = torch.stack(losses) if losses else torch.tensor([math.nan])
             loss = loss.sum() if self._losses_add_up else loss.mean()
             self.averager.after_step(self.global_steps, loss, tokens)
+
+    def _take_limited_step(self, max_change: FlatMaxChange, *args: Any, **kwargs: Any) -> None:
+        max_change.before()
+        scheduler, limiting = self.lr_scheduler, _Limiting(self.lr_scheduler, max_change)
+        self.lr_scheduler = None if scheduler is None else limiting
+        try:
+            super()._take_model_step(*args, **kwargs)
+            limiting.limit()  # if no scheduler has stepped
+        finally:
+            self.lr_scheduler = scheduler
 
     # -- what averaging counts -----------------------------------------------------------------------------------
 
@@ -285,6 +296,17 @@ class PlainEngine(DeepSpeedEngine):
                 self.natural_gradient.load([saved["natural_gradient"]])
             if self.averager is not None and saved["averaging"]:
                 self.averager.load_state_dict(saved["averaging"])
+
+
+class _Limiting:
+    """Stands for a learning rate's scheduler while a step is taken: limits its change first, and steps if it holds."""
+
+    def __init__(self, scheduler: Any, max_change: FlatMaxChange) -> None:
+        self._scheduler, self.limit = scheduler, cache(max_change.after)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self.limit():
+            self._scheduler.step(*args, **kwargs)
 
 
 def _num_tokens(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
