@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,47 @@ def test_one_plain_island_is_the_job_without_averaging_in_every_bit() -> None:
         for (without, _), (with_it, rounds) in found:
             assert_equal(with_it, without)
             assert rounds == 2
+
+
+def losses_of_loops(lights: list[str]) -> dict[str, tuple[list[float], list[str]]]:
+    """The losses that an island tells of after steps, on its first rank, and what it logs, by who calls backward."""
+    logger, found = logging.getLogger("paceline"), {}
+    logger.setLevel(logging.WARNING)
+    for light, way in zip(lights, WAYS, strict=True):
+        lines = Lines()
+        logger.addHandler(lines)
+        engine = plain_engine(light, {"every_tokens": EVERY * TOKENS}, {"zero_optimization": {"stage": 1}})
+        for batch in [batch for step in range(EVERY) for batch in step_batches(step, "full")][engine.global_rank :: 2]:
+            ids = batch["input_ids"]
+            outputs = engine(input_ids=ids, labels=ids) if way in ("engine", "loss") else engine(input_ids=ids)
+            loss = outputs.loss if outputs.loss is not None else engine.module.loss_function(outputs.logits, ids, 97)
+            if way == "engine":
+                engine.backward(loss)
+            else:
+                (engine.scale(loss) if way == "scaled" else loss).backward()
+            engine.step()
+        told = [loss for exchange in engine.averager.take_exchanges()[1:] for loss in exchange["losses"]]
+        found[way] = told, [line for line in lines.lines if "has no loss" in line]
+        engine.destroy()
+        logger.removeHandler(lines)
+    return found
+
+
+WAYS = ["engine", "loss", "scaled", "logits alone"]
+
+
+def test_islands_are_told_of_losses_whoever_calls_backward() -> None:
+    with lighthouses(len(WAYS)) as lights:
+        ((found, _),) = run_islands([Island(losses_of_loops, 2, (lights,))])
+    wanted, _ = found["engine"]
+    assert len(wanted) == 1
+    for way in WAYS[:3]:
+        assert found[way] == (pytest.approx(wanted), []), way
+    losses, warnings = found["logits alone"]
+    assert all(map(math.isnan, losses))
+    assert [warning.partition("call ")[2] for warning in warnings] == [
+        "engine.backward(loss), or engine.scale(loss).backward(), where the model does not return its loss"
+    ]
 
 
 class Lines(logging.Handler):

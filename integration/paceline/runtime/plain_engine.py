@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 from collections.abc import Callable, Mapping
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from ..moe.rebalancer import Rebalancer
     from ..planning.experts import Placement
     from .plain_expert_part import PlainExperts
+
+logger = logging.getLogger("paceline")
 
 OWN_FILE = "paceline_rank_{rank:05d}.pt"
 """In a checkpoint of DeepSpeed's: what belongs to one rank alone."""
@@ -68,6 +71,8 @@ class PlainEngine(DeepSpeedEngine):
             self._max_change = FlatMaxChange(self, limits)
         self._tokens = 0
         self._losses: list[torch.Tensor] = []
+        self._losses_of_forwards: list[torch.Tensor] = []
+        """Told where nobody calls :meth:`backward` or :meth:`scale`."""
         self._losses_add_up = False
         """Whether the losses of micro-batches are shares in that of the step, as Trainer's are."""
         self.averager = make_averager(
@@ -149,7 +154,10 @@ class PlainEngine(DeepSpeedEngine):
         else:
             self._take_limited_step(self._max_change, *args, **kwargs)
         if self.averager is not None:
-            losses, self._losses = self._losses, []
+            losses = self._losses or self._losses_of_forwards
+            self._losses, self._losses_of_forwards = [], []
+            if not losses and self.global_rank == 0:
+                _warn_of_no_loss()
             tokens, self._tokens = int(self.control.sum(torch.tensor([self._tokens]))), 0
             loss = torch.stack(losses) if losses else torch.tensor([math.nan])
             loss = loss.sum() if self._losses_add_up else loss.mean()
@@ -172,7 +180,17 @@ class PlainEngine(DeepSpeedEngine):
         if self.averager is not None and torch.is_grad_enabled():
             self.averager.join(self.global_steps)
             self._tokens += _num_tokens(inputs, kwargs)
-        return super().forward(*inputs, **kwargs)
+        outputs = super().forward(*inputs, **kwargs)
+        if self.averager is not None and (loss := _loss_in(outputs)) is not None:
+            self._losses_of_forwards.append(loss)
+        return outputs
+
+    def scale(self, loss: Any) -> Any:
+        """As DeepSpeed's."""
+        if self.averager is not None:
+            self._losses.append(loss.detach().float())
+            self._losses_add_up = False
+        return super().scale(loss)
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """As DeepSpeed's."""
@@ -296,6 +314,22 @@ class PlainEngine(DeepSpeedEngine):
                 self.natural_gradient.load([saved["natural_gradient"]])
             if self.averager is not None and saved["averaging"]:
                 self.averager.load_state_dict(saved["averaging"])
+
+
+def _loss_in(outputs: Any) -> torch.Tensor | None:
+    """The loss that a model returns, alone, by this name or first of several; None: it returns none to train on."""
+    loss = getattr(outputs, "loss", outputs)
+    if loss is outputs and isinstance(outputs, Mapping | tuple | list):
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else next(iter(outputs), None)
+    return loss.detach().float() if torch.is_tensor(loss) and loss.requires_grad and not loss.dim() else None
+
+
+@cache
+def _warn_of_no_loss() -> None:
+    logger.warning(
+        "a step has no loss that islands could be told of, and one with a loss outweighs this one: call "
+        "engine.backward(loss), or engine.scale(loss).backward(), where the model does not return its loss"
+    )
 
 
 class _Limiting:
