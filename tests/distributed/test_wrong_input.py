@@ -18,6 +18,7 @@ from datasets import Dataset
 
 from paceline.planning.candidates import Candidate
 from support.jobs import (
+    LAYERS,
     MICRO_BATCHES,
     TINY,
     ds_config,
@@ -334,6 +335,28 @@ def test_data_that_ends_or_does_not_fit_stops_every_stage() -> None:
     assert "has the label -1, the model's vocabulary is 0 to 96: give token ids, and -100" in ranks[0][6]
     assert "has the label 97, the model's vocabulary is 0 to 96" in ranks[0][7]
     assert "'input_ids' has shape [2, 0]: leave out micro-batches without a token" in ranks[0][8]
+
+
+def operations_after_refusals() -> list[str]:
+    import paceline
+    from paceline.supervise.watch import WATCH
+
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(2))
+    found = []
+    for refused in (
+        lambda: engine.train_batch(iter(step_batches(0)[:3])),
+        lambda: engine.eval_batch(iter(step_batches(0)[:3])),
+        lambda: engine.repartition([0, 2, LAYERS + 2], memory_bytes=10),
+    ):
+        with pytest.raises((StopIteration, ValueError)):
+            refused()
+        found.append(WATCH.operation)
+    return found
+
+
+def test_who_catches_an_error_of_all_ranks_may_take_any_time() -> None:
+    """The watch ended jobs that did something else for longer than its limit after their data had ended."""
+    assert run_ranks(operations_after_refusals, 2) == [[""] * 3] * 2
 
 
 def dies_in_training(stages: int) -> None:

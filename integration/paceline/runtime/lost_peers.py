@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ..comm.control import PeerError
+from ..comm.control import PeerError, is_shared
 from ..supervise.first_cause import is_lost_connection
 from ..supervise.watch import WATCH
 from .executor import HeldStage
@@ -13,15 +13,17 @@ from .executor import HeldStage
 
 @contextmanager
 def naming_lost_peers(rank: int, where: Callable[[], tuple[int, HeldStage]]) -> Iterator[None]:
-    """Raise :class:`PeerError` for errors that tell of a lost connection.
+    """Raise :class:`PeerError` for errors that tell of a lost connection; of one of all ranks, the engine is left.
 
     Args:
         where: gives the step, and the stage of this rank that ran last.
     """
     try:
         yield
-    except RuntimeError as error:
-        if not is_lost_connection(error):
+    except Exception as error:
+        if is_shared(error) or isinstance(error, StopIteration):  # who catches it on all ranks may take any time
+            WATCH.idle()
+        if not isinstance(error, RuntimeError) or not is_lost_connection(error):
             raise
         step, held = where()
         doing = WATCH.operation or "agreeing with the other ranks"
