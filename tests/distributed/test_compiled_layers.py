@@ -64,6 +64,7 @@ def trained(
     engine, *_ = paceline.initialize(model=model_config(), config=config)
     if call is not None:
         engine.compile(**call)
+    assert engine.is_compiled == (call is not None or "compile" in pipeline), "as DeepSpeed's engine says"
     losses = [engine.train_batch(iter(step_batches(step))).item() for step in range(STEPS)]
     state = {name: parameter.detach().clone() for name, parameter in engine.module.stage.model.named_parameters()}
     return {"losses": losses, "state": state, "graphs": counters["stats"]["unique_graphs"]}

@@ -193,6 +193,8 @@ def calls_with_other_things() -> list[str]:
         lambda: engine.eval_batch(step_batches(0)),
         lambda: engine.set_schedule("gpipe"),
         lambda: engine.save_16bit_model("."),
+        engine.module_state_dict,
+        engine.offload_states,
     )
     for call in calls:
         with pytest.raises(TypeError) as error:
@@ -202,10 +204,12 @@ def calls_with_other_things() -> list[str]:
 
 
 def test_calls_with_something_else_say_what_to_give() -> None:
-    [(data, evaluated, schedule, saved)] = run_ranks(calls_with_other_things, 1)
+    [(data, evaluated, schedule, saved, state_dict, offloaded)] = run_ranks(calls_with_other_things, 1)
     assert data == "the data is a list: give an iterator over micro-batches, iter(...), made once for all steps."
     assert evaluated == data
     assert "paceline.export(engine.module, directory, engine.control)" in saved
+    assert "engine.module.state_dict() for the layers of this rank" in state_dict
+    assert "save a checkpoint, call engine.destroy()" in offloaded
     assert schedule == "set_schedule('gpipe'): give a schedule, paceline.schedules.make('gpipe', 1, 4)."
 
 

@@ -335,6 +335,11 @@ class PacelineEngine(PipelineEngine):
             )
         compile_by_call(self.module, self.plan, backend, compile_kwargs or {})
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether decoder layers are compiled, by the JSON or by :meth:`compile`."""
+        return bool(getattr(self.module, "is_compiled", False))
+
     def set_schedule(self, schedule: Schedule) -> None:
         """Run ``schedule`` from the next step on. Call it on all ranks, between steps.
 
@@ -843,6 +848,22 @@ class PacelineEngine(PipelineEngine):
         raise TypeError(
             "save_16bit_model() would write one stage: call paceline.export(engine.module, directory, engine.control)."
         )
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as DeepSpeed's pipelines write files instead, into the checkpoint that they are saving."""
+        raise TypeError(
+            "module_state_dict() would be of one stage: call paceline.export(engine.module, directory, engine.control) "
+            "for the model, or engine.module.state_dict() for the layers of this rank."
+        )
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as is ``reload_states``: pipelines keep their states on the devices."""
+        raise TypeError(
+            "offload_states() and reload_states(): pipelines keep their states on the devices; to free them, save a "
+            "checkpoint, call engine.destroy(), and load it into another engine later."
+        )
+
+    reload_states = offload_states
 
     def prepare_checkpoint(self, *, exclude_frozen_parameters: bool = False) -> None:
         """See :meth:`~paceline.runtime.checkpointer.Checkpointer.prepare`.
