@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint import Piece
+from ..optim.corrections import NUM_UPDATES
 from ..optim.owned_rows import Owned
 from ..optim.sharded import ShardedOptimizer
 
@@ -36,6 +37,9 @@ COPY = "@copy"
 
 MASTER, VALUE = "master", "value"
 KINDS_OF_VALUE = (MASTER, VALUE)
+
+COUNTS = frozenset(("step", "mu_product", NUM_UPDATES))
+"""States that optimizers compute on the host, unless they are fused: counts of steps, NAdam's product."""
 
 
 class Source(Protocol):
@@ -244,19 +248,24 @@ def _place_owned(optimizer: ShardedOptimizer, owned: Owned, numbering: Numbering
         return
     state: dict[str, Tensor] = {}
     group = next(g for g in optimizer.param_groups if any(p is owned.master for p in g["params"]))
-    on_device = group.get("fused") or group.get("capturable")
     for kind in source.kinds(name):
         if kind in KINDS_OF_VALUE or not optimizer.uses_state(kind):
             continue
         if numbering.shape and source.shape(name, kind) == numbering.shape:
-            state[kind] = _read(source, name, kind, *rows).to(owned.master.device)
+            tensor = _read(source, name, kind, *rows)
         else:
             tensor = source.read(name, kind)
-            state[kind] = tensor.to(owned.master.device) if tensor.dim() or on_device else tensor.cpu()
+        state[kind] = tensor.to(home_of(kind, group, owned.master.device))
     if state:
         optimizer.state[owned.master] = state
     else:
         optimizer.state.pop(owned.master, None)
+
+
+def home_of(kind: str, group: Mapping[str, Any], device: torch.device) -> torch.device:
+    """Device on which an optimizer has a state of a parameter that lies on ``device``, in this group of its."""
+    is_counted_by_host = kind in COUNTS and not (group.get("fused") or group.get("capturable"))
+    return torch.device("cpu") if is_counted_by_host else device
 
 
 def _kind_of_value(source: Source, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from paceline.checkpoint import Piece
 from paceline.optim.sharded import ShardedOptimizer
 from paceline.planning.experts import Placement
+from paceline.runtime.stage_tensors import Wishes
+from paceline.state.exchange import Held, Move
 from paceline.state.named import Numbering, Numberings, pieces, place
 
 
@@ -86,3 +89,28 @@ def test_parameters_without_elements_need_not_be_saved(empty: tuple[int, int]) -
     optimizer.step()
     place(stage, optimizer, saved)
     assert torch.equal(stage.weight, value)
+
+
+@pytest.mark.parametrize("is_migrated", [False, True])
+def test_moments_of_a_scalar_lie_where_it_does(is_migrated: bool) -> None:
+    """Not on the host, as counts of steps do; the device "meta" stands for a GPU."""
+    saved = {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.1), "exp_avg_sq": torch.tensor(0.2)}
+    stage: Any = nn.Module()
+    stage.num_stages, stage.scale = 1, nn.Parameter(torch.ones((), device="meta"))
+    optimizer = ShardedOptimizer(torch.optim.AdamW([stage.scale]), {stage.scale: "scale"})
+    if is_migrated:
+        layers: Any = SimpleNamespace(here=())
+        wishes = Wishes(layers, optimizer, {}, lambda tensor: "")
+        for kind, value in saved.items():
+            held = Held("scale", kind, 0, 1, value.dtype, whole=())
+            wishes.place(Move(1, 0, 0, 0, 0, 1, 4), held, ()).copy_(value)
+        wishes.settle(optimizer)
+    else:
+        pieces_of_scale = [Piece("scale", kind, value) for kind, value in {"master": torch.ones(()), **saved}.items()]
+        place(stage, optimizer, Saved(pieces_of_scale))
+    (state,) = optimizer.state.values()
+    assert {kind: value.device.type for kind, value in state.items()} == {
+        "step": "cpu",
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }
