@@ -670,7 +670,8 @@ def _make_optimizer(trainer: Any, groups: Any) -> torch.optim.Optimizer:
     """The one that the TrainingArguments name, or the script's ``optimizer_cls_and_kwargs``."""
     args = trainer.args
     made, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
-    options = {key: value for key, value in options.items() if key != "fused"}  # steps masters of its own
+    if args.device.type == "cpu":  # as the optimizers of the JSON
+        options = {key: value for key, value in options.items() if key != "fused"}
     name = str(getattr(args.optim, "value", args.optim))
     is_plain = isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
     if not is_plain or {"params", "model", "optimizer_dict"} & options.keys() or "schedule_free" in name:
