@@ -142,12 +142,19 @@ def is_called_as_stage(model: PreTrainedModel) -> bool:
 
 
 def require_whole(source: object) -> None:
-    """Raise ValueError if a model in memory, with PEFT's adapters or without, is one stage of a pipeline."""
+    """Raise ValueError if a model in memory, with PEFT's adapters or without, is one stage of a pipeline, or is spread
+    over devices."""
     if getattr(source, CUT, False):  # PEFT's models have the attributes of those inside
         raise ValueError(
             f"the {type(source).__name__} is one stage of a pipeline already, and another is to be made of it: "
             "go on with the trainer or the engine that it was given to, or load the whole model again "
             "(trainer.save_model writes it, on all ranks)."
+        )
+    devices = sorted({str(device) for device in (getattr(source, "hf_device_map", None) or {}).values()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"the {type(source).__name__} is spread over the devices {', '.join(devices)}, which a pipeline's stages "
+            "cannot be made of: load it without device_map, or give its name; each rank then has its stage on its own."
         )
 
 

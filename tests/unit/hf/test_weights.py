@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from paceline.hf.stage import Cut
+from paceline.hf.stage import Cut, require_whole
 from paceline.hf.weights import load_stage
 from support.jobs import LAYERS, model_config
 
@@ -65,3 +66,15 @@ def test_another_error_stays_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="not_there") as raised:
         load_stage(tmp_path, model_config(), Cut.whole(LAYERS), attn_implementation="not_there")
     assert "cannot be loaded" not in str(raised.value)
+
+
+def test_a_model_that_is_spread_over_devices_is_refused(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    here = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.layers", "model.norm", "lm_head"], "cpu")
+    spread = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=here | {"model.norm": "disk"}, offload_folder=tmp_path / "offloaded"
+    )
+    with pytest.raises(ValueError, match=r"is spread over the devices cpu, disk.*load it without device_map"):
+        require_whole(spread)
+    require_whole(AutoModelForCausalLM.from_pretrained(tmp_path, device_map=here))
+    require_whole(str(tmp_path))
