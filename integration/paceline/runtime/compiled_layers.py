@@ -56,6 +56,7 @@ class CompiledLayer(Own):
         deferrals = (vars(part).get("deferral") for part in self.parts)  # which modules get when a schedule splits
         splits = any(isinstance(deferral, Deferral) and deferral.is_on for deferral in deferrals)
         forward: Forward = self.plain.forward if splits else self.compiled
+        _set_up_torch()
         return forward(self, *args, **kwargs)
 
     def _forward_in_halves(self, *args: object, **kwargs: object) -> object:
@@ -134,16 +135,26 @@ def _holds(layer: nn.Module, half: int) -> bool:
 
 def compiled_forwards(*args: object, **kwargs: object) -> CompiledForwards:
     """By ``torch.compile`` with these arguments."""
-    settings = torch._dynamo.config
-    # Counted by code, and layers of a model differ: in kinds of attention, masks, frozen weights.
-    settings.recompile_limit = max(settings.recompile_limit, MOST_GRAPHS)
-    # Or a graph that was made without a hook, such as the one that collects a router's logits, runs without it.
-    settings.skip_nnmodule_hook_guards = False
+    _set_up_torch()
     # Of several graphs for an input the one made first, not the one that ran last: a layer that is recomputed runs what
     # its forward ran, whatever the lengths of micro-batches between have had made.
     if (set_lru := getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)) is not None:
         set_lru(False)
     return CompiledForwards(partial(torch.compile, *args, **kwargs))
+
+
+def _set_up_torch() -> None:
+    """Settings that torch 2.13 keeps for each thread by itself.
+
+    A GPU's backward, which recomputes layers, runs in a thread of torch's own.
+    """
+    settings = torch._dynamo.config
+    if not settings.skip_nnmodule_hook_guards and settings.recompile_limit >= MOST_GRAPHS:
+        return  # to set them anew costs more than to look
+    # Counted by code, and layers of a model differ: in kinds of attention, masks, frozen weights.
+    settings.recompile_limit = max(settings.recompile_limit, MOST_GRAPHS)
+    # Or a graph that was made without a hook, such as the one that collects a router's logits, runs without it.
+    settings.skip_nnmodule_hook_guards = False
 
 
 def compile_layers_of(plan: RunPlan) -> CompileLayers | None:

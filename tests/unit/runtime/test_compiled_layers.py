@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLa
 
 from paceline.hf.stage import HalfLayer, PassThrough, take_out_half
 from paceline.optim.linear_layers import Deferral
-from paceline.runtime.compiled_layers import CompiledForwards, CompiledLayer, run_of_half
+from paceline.runtime.compiled_layers import CompiledForwards, CompiledLayer, compiled_forwards, run_of_half
 
 
 class Layer(nn.Module):
@@ -70,6 +71,26 @@ def test_a_layer_that_leaves_products_for_later_runs_as_it_is() -> None:
     assert layer.linear.weight.grad is None
     deferred.run()
     assert layer.linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_hook_that_is_new_runs_in_any_thread(is_elsewhere: bool) -> None:
+    layer, seen = Layer(), list[Tensor]()
+    compiled_forwards(backend="eager").adopt([layer])
+
+    def run() -> None:
+        torch._dynamo.reset()
+        layer(torch.ones(2, 4))
+        layer.linear.register_forward_hook(lambda module, args, output: seen.append(output))
+        layer(torch.ones(2, 4))
+
+    if is_elsewhere:
+        thread = Thread(target=run)
+        thread.start()
+        thread.join()
+    else:
+        run()
+    assert len(seen) == 1
 
 
 def llama_layer() -> nn.Module:
