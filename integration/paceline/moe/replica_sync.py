@@ -56,12 +56,20 @@ class Replicas:
                     self._here[owners[expert]].append(copy)
                 if owners[expert] == self.rank:
                     self._there[rank].append(slot_of[expert])
+        # On the device: for a list of numbers the host would wait in each layer's backward.
+        device = self.copies[0].device
+        self._copies_here, self._slots_there = (
+            torch.tensor([place for places in each for place in places], dtype=torch.int64, device=device)
+            for each in (self._here, self._there)
+        )
 
     @torch.no_grad()
     def fetch(self) -> None:
         """Begin to fetch the owners' values, which have changed. Collective over the group."""
         self.settle()
-        self._arriving = self._carry([w.detach() for w in self.weights], self._there, self._here, wait=False)
+        self._arriving = self._carry(
+            [w.detach() for w in self.weights], self._slots_there, self._there, self._here, wait=False
+        )
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -71,10 +79,9 @@ class Replicas:
         work, arrived, _ = self._arriving
         self._arriving = None
         work.wait()
-        places = [copy for copies_of in self._here for copy in copies_of]
         for copies, rows in zip(self.copies, self._taken_apart(arrived), strict=True):
             # Graphs that are under way have saved them, and go on with these: autograd is not told.
-            copies.data[places] = rows
+            copies.data.index_copy_(0, self._copies_here, rows)
 
     def slot_weights(self, rows: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The rows that have arrived, own weights and copies, to compute with.
@@ -105,7 +112,7 @@ class Replicas:
         self._kept = None
         whole = [g.to(memory.dtype) for g, memory in zip(whole, self.copies, strict=True)]
         found: list[Tensor | None] = []
-        _, arrived, _ = self._carry(whole, self._here, self._there)
+        _, arrived, _ = self._carry(whole, self._copies_here, self._here, self._there)
         places = [slot for slots in self._there for slot in slots]
         for gradient, weight, learned in zip(own, self.weights, self._taken_apart(arrived), strict=True):
             total = torch.zeros_like(weight) if gradient is None else gradient.clone()
@@ -119,12 +126,23 @@ class Replicas:
         self._kept = None
 
     def _carry(
-        self, tensors: Sequence[Tensor], leaving: list[list[int]], arriving: list[list[int]], *, wait: bool = True
+        self,
+        tensors: Sequence[Tensor],
+        picked: Tensor,
+        leaving: list[list[int]],
+        arriving: list[list[int]],
+        *,
+        wait: bool = True,
     ) -> tuple[Any, Tensor, Tensor]:
-        """Rows of all ``tensors`` to other ranks: each expert's one after another, ``[experts, P]``."""
+        """Rows ``picked`` of all ``tensors`` to other ranks: each expert's one after another, ``[experts, P]``.
+
+        Args:
+            leaving: the same rows, by the rank that they go to.
+        """
         sent, received = [len(slots) for slots in leaving], [len(slots) for slots in arriving]
-        picked = [slot for slots in leaving for slot in slots]
-        packed = torch.cat([tensor[picked].reshape(len(picked), tensor[0].numel()) for tensor in tensors], dim=1)
+        packed = torch.cat(
+            [tensor.index_select(0, picked).reshape(len(picked), tensor[0].numel()) for tensor in tensors], dim=1
+        )
         arrived = packed.new_empty(sum(received), packed.shape[1])
         work = dist.all_to_all_single(arrived, packed, received, sent, group=self.group, async_op=not wait)
         return work, arrived, packed  # which has to live as long as it is sent
