@@ -9,7 +9,7 @@
 #   PACELINE_TRANSFORMERS   test with this version of transformers
 
 TORCH_TO_INSTALL=2.13.0
-TRANSFORMERS_TO_TEST=5.23.0
+TRANSFORMERS_TO_TEST=5.24.0
 REPOSITORY=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
 prepare_environment() { # run|test

@@ -10,7 +10,7 @@ def _override(method: str, *fingerprints: str, by: str = "paceline.runtime.train
 
 
 OVERRIDES = (
-    _override("_prepare_for_training", "0a4d89b3fdfd", "f55950593d7e"),
+    _override("_prepare_for_training", "0a4d89b3fdfd", "f55950593d7e", "28182cbf71da"),
     _override("_get_dataloader", "5f975c244904", "d1296dbd4dcb"),
     _override("_maybe_log_save_evaluate", "af101534f0f7"),
     _override("_finalize_training", "8fdcb7005e2b", "6d6d83d6a271"),

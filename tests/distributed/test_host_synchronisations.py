@@ -70,9 +70,9 @@ def test_reads_are_seen() -> None:
     from transformers.masking_utils import create_causal_mask
 
     config, hidden = model_config(attn_implementation="sdpa"), torch.zeros(2, 8, 32)
-    for told in ({"position_ids": torch.arange(8)[None], "attention_mask": None}, {"attention_mask": torch.ones(2, 8)}):
+    for attention_mask, position_ids in ((None, torch.arange(8)[None]), (torch.ones(2, 8), None)):
         with Reads() as mode:
-            create_causal_mask(config, hidden, past_key_values=None, **told)
+            create_causal_mask(config, hidden, attention_mask, None, position_ids)
         assert mode.found == ["aten::_local_scalar_dense"]
 
 

@@ -42,7 +42,7 @@ def test_known_facts_change_no_mask(make, attention, side, facts) -> None:
     given = {"attention_mask": None, "position_ids": ROWS, **side}
 
     def mask():
-        return make(config, torch.zeros(B, S, 4), past_key_values=None, **given)
+        return make(config, torch.zeros(B, S, 4), given["attention_mask"], None, given["position_ids"])
 
     assert facts_of(side) == facts
     wanted = mask()

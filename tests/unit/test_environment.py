@@ -57,7 +57,7 @@ class Clone:
         self.said = done.stderr
         return re.findall(r"\[pip (.*)\]", done.stderr), done.stdout.strip()
 
-    def asked(self, purpose: str, transformers: str = "transformers==5.23.0", venv: Path | None = None) -> str:
+    def asked(self, purpose: str, transformers: str = "transformers==5.24.0", venv: Path | None = None) -> str:
         """What pip is asked for when paceline is installed."""
         constraint = f"--constraint {venv or self.path / '.venv'}/paceline-constraints.txt"
         what = f"{self.path}[test] {transformers}" if purpose == "test" else str(self.path)

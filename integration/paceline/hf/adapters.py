@@ -95,7 +95,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "its layers hand on state beside the hidden states": ("glm_moe_dsa", "inkling2_text", "zaya"),
     "its layers share weights": ("zamba", "zamba2"),
-    "its trunk is not one loop over decoder layers": ("blt", "cpmant", "hrm_text", "reformer", "xlm", "xlnet"),
+    "its trunk is not one loop over decoder layers": (
+        "blt", "cpmant", "dory", "hrm_text", "inkling2_loop_text", "reformer", "xlm", "xlnet",
+    ),
     "its trunk changes the hidden states it is given in place": ("ctrl",),
     "its trunk rescales the weights of its layers between training and evaluation": ("rwkv",),
     "its embedding normalises what it is given, embedded or not": ("modernbert-decoder",),
