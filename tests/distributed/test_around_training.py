@@ -136,6 +136,18 @@ def test_the_optimizer_that_callbacks_see(tmp_path: Any) -> None:
     run_ranks(looked_at, 1, str(tmp_path))
 
 
+def test_operations_that_a_script_counts_itself(tmp_path: Any) -> None:
+    """The stages have the same inputs, and count them once."""
+    assert run_ranks(counted, 2, str(tmp_path)) == [7 * 4 * STEPS] * 2
+
+
+def counted(directory: str) -> float:
+    trainer = made(directory, stages=2)
+    trainer.floating_point_ops = lambda inputs: 7
+    trainer.train()
+    return float(trainer.state.total_flos)
+
+
 def test_one_step_for_max_steps_0(tmp_path: Any) -> None:
     """As the plain Trainer makes; the device's cache is emptied as often as asked for."""
     assert run_ranks(hardly_trained, 1, str(tmp_path)) == [[1, 0, 1, 2]]

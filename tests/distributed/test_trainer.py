@@ -633,7 +633,12 @@ def test_settings_that_stages_would_not_heed_are_refused(
 
 
 @pytest.mark.parametrize(
-    "name", ["create_optimizer", "create_optimizer_and_scheduler", "training_step", "prediction_step"]
+    "name",
+    [
+        *("create_optimizer", "create_optimizer_and_scheduler", "training_step", "prediction_step", "save_model"),
+        *("_prepare_inputs", "_prepare_input", "_get_num_items_in_batch", "_save"),
+        *("compute_loss_context_manager", "autocast_smart_context_manager"),
+    ],
 )
 def test_methods_that_would_never_be_called_are_refused(name: str) -> None:
     from transformers import Trainer

@@ -383,10 +383,11 @@ class PipelineTraining(_Trainer):
                 self.run_log.tell_tokens(self.state.global_step)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
-    def floating_point_ops(self, inputs: Any) -> Any:
-        """This rank's share: Trainer adds up those of all ranks, and the stages of a pipeline have the same inputs."""
-        whole = super().floating_point_ops(inputs)
-        return whole if self.pipeline is None else whole / self.pipeline.num_stages
+    def store_flos(self) -> None:
+        """Trainer adds up those of all ranks, and the stages of a pipeline have counted the same inputs."""
+        if self.pipeline is not None:
+            self.current_flos /= self.pipeline.num_stages
+        super().store_flos()
 
     def _settle_losses(self, total: Tensor) -> None:
         losses, self._losses = [loss.item() for loss in self._losses], []

@@ -13,6 +13,8 @@ ASKED = 'the JSON has "paceline": {"pipeline": ...}'
 _OWN = ("transformers.trainer", "trl.trainer.sft_trainer")
 """Modules whose methods a pipeline stands in for; their loss is the model's."""
 
+_AS_READ = "the first and the last stage take batches as they are read"
+
 _NOT_COMPILED = (
     'it compiles a whole model, and a stage runs layers of it (compile them with "compile": true in '
     '"paceline"."pipeline" of the JSON; fused attention needs no compiling: attn_implementation)'
@@ -132,6 +134,13 @@ def refused_methods(kind: type, mixin: type) -> str:
         ("create_optimizer_and_scheduler", order, "stages have their own parameters"),
         ("training_step", behind, "a step's micro-batches are trained on together"),
         ("prediction_step", behind, "several batches are under way at a time"),
+        ("_prepare_inputs", order, f"{_AS_READ} (change batches in the data_collator)"),
+        ("_prepare_input", order, f"{_AS_READ} (change batches in the data_collator)"),
+        ("_get_num_items_in_batch", order, "a step's loss is divided by its label tokens"),
+        ("compute_loss_context_manager", order, "stages run layers, and the loss is the last one's"),
+        ("autocast_smart_context_manager", order, "stages run layers in the dtype that the JSON names"),
+        ("_save", order, "each stage writes its part (save_model may be overridden by a class of PacelineTrainer)"),
+        ("save_model", behind, "each stage writes its part (override it in a class of PacelineTrainer)"),
     )
     for name, classes, why in asked:
         home = next((one.__module__ for one in classes if name in vars(one)), _OWN[0])
