@@ -328,6 +328,26 @@ def test_ends_of_a_pipeline_that_see_different_data_are_told() -> None:
     assert told[0].startswith("the first and the last stage see different data at step 0: give both the same iterator")
 
 
+def train_and_evaluate_on_what_is_too_long(stages: int) -> list[str]:
+    import paceline
+
+    engine, *_ = paceline.initialize(model=model_config("gpt2", n_positions=8), config=ds_config(stages))
+    told = []
+    for run in (engine.train_batch, engine.eval_batch):
+        with pytest.raises(ValueError, match="truncate samples to 8 tokens") as error:
+            run(iter(step_batches(0)))
+        told.append(str(error.value))
+    return told
+
+
+def test_samples_longer_than_a_table_of_positions_stop_every_stage() -> None:
+    """Before any of them computes: on a GPU the index would end the process."""
+    for told in run_ranks(train_and_evaluate_on_what_is_too_long, 2, 2):
+        assert [text[:75] for text in told] == [
+            "a micro-batch has a sample of 16 tokens, the model has 8 positions: truncat"
+        ] * 2
+
+
 def test_data_that_ends_or_does_not_fit_stops_every_stage() -> None:
     ranks = run_ranks(train_until_data_ends, 3, 3, 6)
     assert ranks[0] == ranks[1] == ranks[2]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comm.control import ControlPlane
+from ..hf.fixed_positions import positions_fault
 from ..hf.masks import IGNORED, MaskFacts
 from ..hf.stage import CausalLMStage
 from ..supervise.lifetime import current
@@ -235,6 +236,8 @@ class CausalLMSteps:
                 f"a micro-batch has the token id {least if least < 0 else most}, the model's vocabulary is 0 to "
                 f"{vocab_size - 1}: use the tokenizer that belongs to the model."
             )
+        if fault := positions_fault(stage.model.config, batch.input_ids, batch.side):
+            raise ValueError(fault)
         if self._reader.own_loss is not None:
             return  # labels are what it takes them for
         labels = batch.labels[:, 1:]  # the first has no prediction
