@@ -148,6 +148,22 @@ def counted(directory: str) -> float:
     return float(trainer.state.total_flos)
 
 
+def test_trainable_parameters_are_the_whole_models(tmp_path: Any) -> None:
+    for before, after in run_ranks(trainable, 2, str(tmp_path)):
+        assert before == after
+
+
+def trainable(directory: str) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(model_config())
+    model.get_input_embeddings().requires_grad_(False)
+    trainer = made(directory, stages=2, model=model)
+    before = trainer.get_num_trainable_parameters()
+    trainer.evaluate()
+    return [before, trainer.get_num_trainable_parameters()]
+
+
 def test_one_step_for_max_steps_0(tmp_path: Any) -> None:
     """As the plain Trainer makes; the device's cache is emptied as often as asked for."""
     assert run_ranks(hardly_trained, 1, str(tmp_path)) == [[1, 0, 1, 2]]

@@ -383,6 +383,12 @@ class PipelineTraining(_Trainer):
                 self.run_log.tell_tokens(self.state.global_step)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
+    def get_num_trainable_parameters(self) -> int:
+        """Of the whole model, also when ``self.model`` is a stage of it."""
+        if self.pipeline is None:
+            return int(super().get_num_trainable_parameters())
+        return int(unwrapped(self.model).num_parameters(only_trainable=True))
+
     def store_flos(self) -> None:
         """Trainer adds up those of all ranks, and the stages of a pipeline have counted the same inputs."""
         if self.pipeline is not None:
