@@ -603,6 +603,11 @@ def test_what_a_pipeline_cannot_do_is_said_at_the_start(tmp_path: Path) -> None:
     [
         ({"label_names": []}, {}, r"label_names is \[\] and the JSON has .*; leave one of them out"),
         ({}, {"tp_size": 2}, r"parallelism_config has \{'tp_size': 2\} and .*; leave it out, and write \"stages\""),
+        (
+            {"save_on_each_node": True},
+            {},
+            "save_on_each_node is True and .* one directory, to which all stages write; leave",
+        ),
         ({"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches of accelerator_config is True and"),
         (
             {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"determinism_check": "none"}},

@@ -67,6 +67,7 @@ def refused(trainer: Trainer, mixin: type) -> str:
         (args.eval_use_gather_object, "eval_use_gather_object", "pipelines gather tensors only"),
         (getattr(args, "activation_offloading", False), "activation_offloading", "stages keep what they compute"),
         (args.batch_eval_metrics, "batch_eval_metrics", "several batches are under way at a time"),
+        (args.save_on_each_node, "save_on_each_node", "output_dir is one directory, to which all stages write"),
         (trainer.model_init, "model_init", "the model is cut once"),
         (
             args.accelerator_config.dispatch_batches,
