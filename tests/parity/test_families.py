@@ -168,6 +168,23 @@ def test_padding_behind_the_tokens_needs_no_mask() -> None:
         assert parity.logits > 1e-3, (model_type, parity)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "granitemoe", "granitemoe_swa", "granitemoeshared"])
+def test_samples_of_a_packed_row_stay_apart_in_every_stage(model_type: str) -> None:
+    """Also where the model's forward has no argument ``use_cache``, only its decoder's."""
+    config = tiny_configs(INSTALLED[model_type])[0]
+    config.output_router_logits = False
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+    with quiet(), torch.no_grad():
+        wanted = load_stage(None, config, Cut.whole(NUM_LAYERS)).model.eval()(
+            input_ids=ids, position_ids=positions, use_cache=False
+        )
+        stream: torch.Tensor = ids
+        for cut in cuts(NUM_LAYERS, 1, 3):
+            stream, _ = load_stage(None, config, cut).eval()(stream, {"position_ids": positions})
+    assert torch.equal(stream, wanted.logits)
+
+
 # Random weights.
 
 

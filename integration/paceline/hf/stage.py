@@ -10,7 +10,7 @@ Legend: B batch, S sequence, H hidden size, V vocabulary, E experts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, MutableMapping
+from collections.abc import Container, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -268,6 +268,11 @@ def _norm_input(norm: nn.Module, module: nn.Module, args: tuple[Tensor, ...]) ->
     return (norm(args[0]), *args[1:])
 
 
+def _parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Parameters of its class's forward, by name."""
+    return inspect.signature(inspect.unwrap(type(module).forward)).parameters
+
+
 class CausalLMStage(nn.Module):
     """A pruned model as a function from what comes in over the boundary to what goes out.
 
@@ -304,7 +309,10 @@ class CausalLMStage(nn.Module):
         if self._is_sliced and slices:
             self.head_rows = keep_rows(model, self.anatomy, slices, shares_embedding=cut.first)
             trunk.register_forward_hook(self._note_hidden)
-        self.accepts = frozenset(inspect.signature(inspect.unwrap(type(target).forward)).parameters)
+        accepted = _parameters_of(target)
+        self.accepts = frozenset(accepted)
+        hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        self._takes_cache = "use_cache" in accepted or (hands_on and "use_cache" in _parameters_of(trunk))
         self.tied_weight = tied_weight(model, self.anatomy)
 
     def forward(
@@ -321,7 +329,7 @@ class CausalLMStage(nn.Module):
                 )
             if name != "attention_mask" or needs_mask(stream.device):
                 inputs[name] = tensor
-        if "use_cache" in self.accepts:
+        if self._takes_cache:  # with one, transformers does not keep apart the samples of a row
             inputs["use_cache"] = False
         routed = self.router_loss is not None and self._has_routers
         if self.router_loss is not None:
