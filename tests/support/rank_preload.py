@@ -79,7 +79,14 @@ def _share_gloo_threads() -> None:
     make: Any = ProcessGroupGloo.__init__
     devices: dict[int, Any] = {}
 
-    def made(group: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)) -> None:
+    def made(
+        group: ProcessGroupGloo,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: Any = timedelta(minutes=30),
+        enable_reconfigure: bool = False,  # of torch 2.14, and off everywhere
+    ) -> None:
         options = timeout
         if isinstance(timeout, timedelta):
             process = os.getpid()  # a device has a thread, which does not survive a fork

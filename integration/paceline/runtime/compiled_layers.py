@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import CodeType, FunctionType
 from typing import Protocol
 
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.deprecation import deprecate_kwarg
 
 from ..config.run_plan import RunPlan
 from ..hf.layer_profile import CompileLayers
@@ -163,15 +165,22 @@ def compile_layers_of(plan: RunPlan) -> CompileLayers | None:
 
 
 def _single(forward: Forward) -> Forward:
-    """Without transformers' wrapper around it, whose code all classes share: torch counts graphs by code, up to a
-    limit. What the wrapper does is done by that of the compiled layer's class, which is around this one."""
-    is_wrapped = getattr(forward, "__code__", None) is _WRAPPER
-    found: Forward = forward.__wrapped__ if is_wrapped else forward  # type: ignore[attr-defined]
-    return found
+    """Without transformers' wrappers around it, whose code all classes share: torch counts graphs by code, up to a
+    limit. What they do is done by that of the compiled layer's class, which is around this one; names of arguments that
+    transformers has given up are not translated."""
+    while getattr(forward, "__code__", None) in _WRAPPERS:
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    return forward
 
 
-class _Probe(GradientCheckpointingLayer):
-    def forward(self) -> None: ...
+def _wrappers() -> Iterator[CodeType]:
+    def forward(self: object, current: object = None) -> None: ...
+
+    renaming = deprecate_kwarg("former", "99", new_name="current")(forward)
+    probe: object = type("Probe", (GradientCheckpointingLayer,), {"forward": renaming}).__dict__["forward"]
+    while isinstance(probe, FunctionType) and hasattr(probe, "__wrapped__"):
+        yield probe.__code__
+        probe = probe.__wrapped__
 
 
-_WRAPPER = None if _Probe.forward.__code__.co_name == "forward" else _Probe.forward.__code__
+_WRAPPERS = frozenset(_wrappers())
