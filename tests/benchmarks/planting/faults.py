@@ -177,8 +177,8 @@ FAULTS = (
     Fault(
         "a bias learns from the mean of its rows",
         "optim/linear_layers.py",
-        "return weight, outputs.sum(0) if",
-        "return weight, outputs.mean(0) if",
+        "db = outputs.sum(0)",
+        "db = outputs.mean(0)",
         "with natural gradients or split backwards, biases hardly learn",
     ),
     # Schedules.
