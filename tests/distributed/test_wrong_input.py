@@ -383,6 +383,47 @@ def test_who_catches_an_error_of_all_ranks_may_take_any_time() -> None:
     assert run_ranks(operations_after_refusals, 2) == [[""] * 3] * 2
 
 
+def saves_on_rank_0_first(folder: str) -> list[list[str]]:
+    """What is logged, and what the watch is told a while after the call."""
+    import logging
+    import threading
+
+    import paceline
+    from paceline.supervise import expected
+    from paceline.supervise.watch import WATCH
+
+    expected.REMIND_AFTER_S = 0.3
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(2))
+    logged, told = [], []
+    expected.logger.addFilter(lambda record: logged.append(record.getMessage()) is None)
+    expected.logger.setLevel(logging.WARNING)
+    for save in (
+        lambda: paceline.export(engine.module, f"{folder}/model", engine.control),
+        lambda: engine.save_checkpoint(f"{folder}/checkpoints"),
+    ):
+        for pause_s in (1, 0):  # warned of, or not
+            engine.control.sum(torch.zeros(1))
+            time.sleep(pause_s * engine.global_rank)
+            watched = threading.Timer(0.6, lambda: told.append(WATCH.operation))
+            if pause_s:
+                watched.start()
+            save()
+            if pause_s:
+                watched.join()
+    return [logged, told]
+
+
+def test_saving_on_rank_0_alone_is_told(tmp_path: Path) -> None:
+    """The others do not come: a warning says what to do, and the watch knows what is waited for."""
+    (logged, told), (logged_elsewhere, _) = run_ranks(saves_on_rank_0_first, 2, str(tmp_path))
+    assert logged == [
+        f"{call} has waited 0.3 s for other ranks: call it on all ranks, not on rank 0 alone."
+        for call in ("saving the model", "saving a checkpoint")
+    ]
+    assert told == ["saving the model", "saving a checkpoint"]
+    assert logged_elsewhere == []
+
+
 def dies_in_training(stages: int) -> None:
     """Rank 1 is killed in the middle of training."""
     import signal

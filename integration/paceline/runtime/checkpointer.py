@@ -26,6 +26,7 @@ from ..checkpoint import (
 from ..optim.sharded import ShardedOptimizer
 from ..state.named import COPY, pieces, place, rest_of
 from ..state.rank_states import ParameterGroups, RankStates, SavedPart
+from ..supervise.expected import expecting_all
 
 logger = logging.getLogger("paceline")
 
@@ -157,7 +158,8 @@ class Checkpointer:
         if not save_latest:
             raise ValueError("save_latest is False: `latest` always names the last complete checkpoint; leave it out.")
         tag = str(tag if tag is not None else f"global_step{self._counters.global_steps}")
-        asked = self._control.gather((str(save_dir), tag))
+        with expecting_all("saving a checkpoint", self._control.rank):
+            asked = self._control.gather((str(save_dir), tag))
         if len(set(asked)) > 1:
             raise ValueError(
                 f"ranks save under different names, {sorted(set(asked))}: give all the same folder and tag."

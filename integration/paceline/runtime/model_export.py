@@ -24,6 +24,7 @@ from ..hf import hub_files
 from ..hf.peft import CONFIG, Adapters, adapter_state, save_adapter_config, write_adapters
 from ..hf.sliced_head import Rows
 from ..hf.stage import CausalLMStage
+from ..supervise.expected import expecting_all
 from .module import CausalLMPipeline
 
 
@@ -54,9 +55,11 @@ def export(
         ValueError: on every rank, if rank 0 does not see the other stages' files.
         PeerError, OSError: on every rank, if any rank could not write (a full disk).
     """
+    target = Path(directory)
+    with expecting_all("saving the model", control.rank):
+        control.settle(None, f"preparing {target}")
     if pipeline.settle is not None:
         pipeline.settle()
-    target = Path(directory)
     with _no_draft_after_a_failure(target, control):
         if pipeline.adapters is not None:
             _write_adapters(pipeline, pipeline.adapters, target, control, tokenizer)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.hf.family_configs import causal_lm_configs, tiny_configs
 from paceline.hf.fixed_positions import BY_LENGTH, BY_POSITION, positions_fault
+from paceline.hf.quiet_transformers import quiet
 
 CONFIGS = {kind.model_type: kind for kind in causal_lm_configs()}
 
@@ -28,7 +29,8 @@ def test_what_is_too_long_is_what_fails(family: str) -> None:
     """Of rows that fit or not, padded on the right, and with positions that begin anew."""
     config = tiny_configs(CONFIGS[family])[0]
     positions = getattr(config, "max_position_embeddings", None) or 64
-    model = AutoModelForCausalLM.from_config(config).eval()
+    with quiet():
+        model = AutoModelForCausalLM.from_config(config).eval()
     longer = positions + 3
     padded = (torch.arange(longer) < positions).long()[None]
     anew = torch.arange(longer)[None] % positions
