@@ -129,6 +129,24 @@ def test_training_data_and_collator() -> None:
     assert ranks[0][4] < ranks[0][0]  # the fifth step has the samples of the first again
 
 
+def collected_in_a_step() -> list[bool]:
+    """Whether the collector may come in the forwards of a step, and whether it may after the step."""
+    import gc
+
+    import paceline
+
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(1))
+    seen: list[bool] = []
+    engine.module.stage.model.lm_head.register_forward_hook(lambda *_: seen.append(gc.isenabled()))
+    engine.train_batch(iter(step_batches(0)))
+    return [any(seen), not seen, gc.isenabled()]
+
+
+def test_garbage_is_collected_between_steps() -> None:
+    """A pause of one rank within a step would hold up the others in turn."""
+    assert run_ranks(collected_in_a_step, 1) == [[False, False, True]]
+
+
 def client_optimizer(stages: int, groups: str) -> tuple[list[float], list[float]]:
     """An optimizer and a schedule of one's own; groups of parameters as recipes make them."""
     import paceline
