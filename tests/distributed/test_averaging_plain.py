@@ -148,6 +148,26 @@ def test_what_is_frozen_for_now_is_averaged_too(zero: int) -> None:
     assert all(first)
 
 
+def sliced_engine() -> str:
+    import deepspeed
+
+    import paceline
+    from paceline.hf.stage import Cut
+    from paceline.hf.weights import load_stage
+
+    model = load_stage(None, model_config(num_hidden_layers=LAYERS), Cut.whole(LAYERS)).model
+    model = deepspeed.tp_model_init(model, tp_size=2, dtype=torch.float32)
+    with pytest.raises(ValueError, match="tensor parallelism over 2 ranks") as caught:
+        paceline.initialize(model=model, config=config_of("localhost:1", None, {}, **ADAM))
+    return str(caught.value)
+
+
+def test_slices_of_parameters_are_refused() -> None:
+    """Also where the JSON does not tell of them: with ZeRO 0 all ranks would get the first one's."""
+    for message in run_ranks(sliced_engine, 2):
+        assert message.startswith("paceline.averaging is there and the engine has tensor parallelism"), message
+
+
 def alone_and_not(lights: list[str]) -> Any:
     found = []
     for light, zero, bf16 in zip(lights, (0, 3, 1), (0, 0, 1), strict=True):

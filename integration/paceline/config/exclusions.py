@@ -353,6 +353,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         NOT_BUILT,
     ),
     Exclusion(
+        "averaging",
+        "tensor parallelism",
+        "islands average whole parameters, and ranks have slices of them",
+        'write 1, or use a pipeline instead ("paceline": {"pipeline": {}})',
+        NOT_BUILT,
+    ),
+    Exclusion(
         RECOMPUTED,
         NO_FLUSH,
         "what is computed again, with weights that are an update newer, sends tokens to other experts than the forward "

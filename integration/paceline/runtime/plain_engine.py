@@ -19,7 +19,7 @@ from ..averaging.masters_by_name import PlainMasters
 from ..checkpoint import CheckpointError
 from ..comm.control import ControlPlane
 from ..comm.groups import end_with, groups_here
-from ..config import RunPlan
+from ..config import RunPlan, exclusion
 from ..hf.weights import is_pretrained
 from ..optim.zero_max_change import FlatMaxChange
 from ..planning.tuning import DecisionLog
@@ -69,6 +69,10 @@ class PlainEngine(DeepSpeedEngine):
         limits = agreed_limits(plan.max_change, self.module, names, self.control.gather)
         if limits is not None and self.optimizer is not None:
             self._max_change = FlatMaxChange(self, limits)
+        if plan.averaging is not None and self.mp_world_size > 1:  # also of tp_model_init, which the JSON does not tell
+            row = exclusion("averaging", "tensor parallelism")
+            written = f"the engine has tensor parallelism over {self.mp_world_size} ranks"
+            raise ValueError(row.message("paceline.averaging is there", written))
         self._tokens = 0
         self._losses: list[torch.Tensor] = []
         self._losses_of_forwards: list[torch.Tensor] = []
