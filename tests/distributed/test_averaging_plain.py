@@ -148,6 +148,43 @@ def test_what_is_frozen_for_now_is_averaged_too(zero: int) -> None:
     assert all(first)
 
 
+def brought_to_the_host() -> list[bool]:
+    """Whether new values of each parameter reach masters in host memory, which DeepSpeed copies to a GPU to read."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    from paceline.averaging.masters_by_name import PlainMasters
+    from paceline.comm.control import ControlPlane
+
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    engine = plain_engine("", None, {"zero_optimization": offload, "zero_force_ds_cpu_optimizer": False})
+    masters = PlainMasters(ControlPlane.create(), engine.module, engine.optimizer, engine.basic_optimizer)
+    read = DeepSpeedZeroOptimizer_Stage3.get_local_fp32_param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeepSpeedZeroOptimizer_Stage3, "get_local_fp32_param", lambda *args: read(*args).clone())
+        names = sorted(masters.numels())
+        new = [tensor + 1 for tensor in masters.gather(names) or []]
+        masters.scatter(names, new)
+        found = values(engine)
+    return [torch.equal(tensor, found[name].view(-1)) for name, tensor in zip(names, new, strict=False)]
+
+
+def test_averages_reach_masters_that_are_offloaded() -> None:
+    first, _ = run_ranks(brought_to_the_host, 2)
+    assert first
+    assert all(first)
+
+
+def test_masters_in_files_are_refused() -> None:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    from paceline.optim.zero_partitions import masters_of
+
+    optimizer = object.__new__(DeepSpeedZeroOptimizer_Stage3)
+    optimizer.swap_optimizer = True
+    with pytest.raises(ValueError, match='device is "nvme"'):
+        masters_of(optimizer)
+
+
 def sliced_engine() -> str:
     import deepspeed
 

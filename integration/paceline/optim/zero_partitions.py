@@ -41,7 +41,7 @@ def masters_of(optimizer: Any) -> FlatMasters:
     """How to get at what ``optimizer`` steps.
 
     Raises:
-        ValueError: it is none of DeepSpeed's or PyTorch's.
+        ValueError: it is none of DeepSpeed's or PyTorch's, or keeps masters in files.
     """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -50,6 +50,11 @@ def masters_of(optimizer: Any) -> FlatMasters:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        if optimizer.swap_optimizer:
+            raise ValueError(
+                'zero_optimization.offload_optimizer.device is "nvme", and between steps masters are in files there, '
+                'where averaging does not change them: write "cpu", or leave averaging out of "paceline".'
+            )
         return FlatMasters(lambda p: _third(optimizer, p), lambda: _publish_third(optimizer), are_whole=False)
     if isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
         return FlatMasters(_fragment, optimizer.update_lp_params, are_whole=False)
@@ -86,11 +91,12 @@ def _fragment(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _third(optimizer: Any, parameter: nn.Parameter) -> Tensor | None:
-    if optimizer.get_param_id(parameter) not in optimizer.grad_position:
+    """Where the master lies: ``get_local_fp32_param`` copies those that are offloaded to the device."""
+    position = optimizer.grad_position.get(optimizer.get_param_id(parameter))
+    if position is None:
         return None
-    is_trained = parameter.requires_grad  # of one that is frozen for now DeepSpeed gives nothing
-    segment: Tensor = optimizer.get_local_fp32_param(parameter.requires_grad_())
-    parameter.requires_grad_(is_trained)
+    group, start, numel = position
+    segment: Tensor = optimizer.fp32_partitioned_groups_flat[group].narrow(0, start, numel)
     return segment.detach()
 
 
