@@ -68,6 +68,7 @@ ASKING: dict[tuple[str, str], Features] = {
     ("max_change", "ZenFlow"): features(LIMITS | {"zero_optimization": {"zenflow": {"topk": 1}}}, is_pipeline=False),
     ("max_change", "tensor parallelism"): features(LIMITS | {"tensor_parallel": {"autotp_size": 2}}, is_pipeline=False),
     ("averaging", "experts on several ranks without a pipeline"): features(AVERAGING | EXPERTS, is_pipeline=False),
+    ("averaging", "ZenFlow"): features(AVERAGING | {"zero_optimization": {"zenflow": {"topk": 1}}}, is_pipeline=False),
     ("averaging", "tensor parallelism"): features(
         AVERAGING | {"tensor_parallel": {"autotp_size": 2}}, is_pipeline=False
     ),

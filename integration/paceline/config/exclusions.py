@@ -354,6 +354,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         "averaging",
+        "ZenFlow",
+        "it steps some of the weights without their masters, which is what islands average",
+        "leave one of them out",
+        NOT_BUILT,
+    ),
+    Exclusion(
+        "averaging",
         "tensor parallelism",
         "islands average whole parameters, and ranks have slices of them",
         'write 1, or use a pipeline instead ("paceline": {"pipeline": {}})',
