@@ -148,6 +148,33 @@ def test_what_is_frozen_for_now_is_averaged_too(zero: int) -> None:
     assert all(first)
 
 
+def adapted(light: str, stages: int | None) -> dict[str, Tensor]:
+    """The trained parameters of a model with adapters, on the first rank, after the last average."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, set_seed
+
+    import paceline
+
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config(num_hidden_layers=LAYERS, tie_word_embeddings=False))
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    averaging = {"min_islands": 2, "every_tokens": TOKENS, "first_round": "mean"}
+    accumulation = MICRO_BATCHES if stages else MICRO_BATCHES // 2
+    config = config_of(light, stages, averaging, **ADAM, gradient_accumulation_steps=accumulation)
+    engine = paceline.initialize(model=get_peft_model(model, lora), config=config)[0]
+    train_step(engine, engine.averager.island, 0)
+    engine.finish_averaging()
+    names = engine.averager._masters.numels()
+    return dict(zip(sorted(names), engine.averager._masters.gather(sorted(names)) or [], strict=False))
+
+
+def test_adapters_average_with_those_of_a_pipeline() -> None:
+    with lighthouses(1) as (light,):
+        (plain, _), (pipeline, _) = run_islands([Island(adapted, 2, (light, stages)) for stages in (None, 2)])
+    assert len(plain) == 2 * LAYERS + 1
+    assert_equal(plain, pipeline)
+
+
 def brought_to_the_host() -> list[bool]:
     """Whether new values of each parameter reach masters in host memory, which DeepSpeed copies to a GPU to read."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3

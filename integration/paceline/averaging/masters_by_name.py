@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..comm.control import ControlPlane
 from ..config import exclusion
+from ..hf.peft import PREFIX
 from ..optim.owned_rows import Owned
 from ..optim.sharded import ShardedOptimizer
 from ..optim.zero_partitions import masters_of, num_real
@@ -246,6 +247,8 @@ class PipelineMasters(Masters):
 class PlainMasters(Masters):
     """Masters of DeepSpeed's engine without a pipeline: segments of parameters, in the order of the ranks.
 
+    With PEFT's adapters, names are those of the model inside, as a pipeline has them.
+
     Args:
         optimizer: of DeepSpeed, which has the masters.
         basic: the optimizer of ``torch.optim`` inside, which has the states.
@@ -263,7 +266,7 @@ class PlainMasters(Masters):
             raise ValueError(row.message("paceline.averaging is there", "experts lie on different ranks"))
         self._basic = basic
         # Now: what is frozen for some steps has its part in a round all the same.
-        self._trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._trained = {n.removeprefix(PREFIX): p for n, p in module.named_parameters() if p.requires_grad}
         self._masters = masters_of(optimizer)
         self._starts: dict[str, int] | None = None
 
