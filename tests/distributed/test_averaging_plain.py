@@ -343,7 +343,9 @@ def test_a_trainer_script_averages(tmp_path: Path) -> None:
         assert [line.partition(": ")[2].split()[1] for line in rounds] == ["1", "1", "2"], lines
 
 
-def trained(light: str, directory: str, stages: int | None) -> tuple[dict[str, Tensor], int, list[float]]:
+def trained(
+    light: str, directory: str, stages: int | None, **options: Any
+) -> tuple[dict[str, Tensor], int, list[float]]:
     """By ``PacelineTrainer``, with or without a pipeline; three steps, of which the last is after the last round.
 
     Weights, rounds, and the losses that the islands told in the last one.
@@ -368,13 +370,13 @@ def trained(light: str, directory: str, stages: int | None) -> tuple[dict[str, T
         report_to=[],
         disable_tqdm=True,
         seed=stages or 0,
+        **options,
     )
     rows = [
         {"input_ids": row, "labels": row} for step in range(4) for row in step_batches(step, "plain")[0]["input_ids"]
     ]
-    trainer = paceline.PacelineTrainer(
-        model=AutoModelForCausalLM.from_config(model_config(num_hidden_layers=LAYERS)), args=args, train_dataset=rows
-    )
+    model = AutoModelForCausalLM.from_config(model_config(num_hidden_layers=LAYERS))
+    trainer = paceline.PacelineTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:2])
     trainer.train()
     engine = trainer.model_wrapped
     own = weights_of(engine) if stages else {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -394,6 +396,21 @@ def test_our_trainer_takes_the_last_average(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=0.1), "both models are all but untrained"
     merged = {name: tensor for weights, *_ in pipeline for name, tensor in weights.items()}
     assert_equal({name: merged[name] for name in plain}, plain)
+
+
+def warned_of_the_best(light: str, directory: str) -> list[str]:
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    lines = Lines()
+    logging.getLogger("paceline").addHandler(lines)
+    trained(light, directory, None, **evaluates)
+    return [line for line in lines.lines if line.startswith("load_best_model_at_end is True: ")]
+
+
+def test_an_island_that_goes_back_to_its_best_model_warns(tmp_path: Path) -> None:
+    with lighthouses(1) as (light,):
+        islands = [Island(warned_of_the_best, 1, (light, str(tmp_path / str(number)))) for number in range(2)]
+        for number, ((warning,),) in enumerate(run_islands(islands)):
+            assert f"island {number} goes back from the last average to {tmp_path / str(number)}" in warning
 
 
 def goes_back(light: str, folder: str, kind: str) -> bool:

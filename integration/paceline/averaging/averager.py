@@ -88,7 +88,7 @@ class Averager:
         connect: Connect = connect_islands,
     ) -> None:
         self.section, self._messages, self._masters = section, messages, masters
-        self.island, _ = island_number(section)
+        self.island, self.num_shares = island_number(section)
         self.is_first = messages.rank == 0
         if section.optimizer_state == "reset" and section.parts > 1 and not masters.keeps_states_apart:
             raise ValueError(
@@ -260,12 +260,11 @@ class Averager:
                 num_last += 1
             else:
                 break
-        num_shares = self.section.islands or self.section.min_islands
-        if self._is_left and num_shares > 1:
+        if self._is_left and self.num_shares > 1:
             logger.warning(
                 "island %d: no other island is there at the end, and the data are divided into %d shares: the model is "
                 "this island's own, and may differ from that of the others; restart an island before the others end.",
-                *(self.island, num_shares),
+                *(self.island, self.num_shares),
             )
         if self.section.combine_rounds > 1:
             if self._models.moved:

@@ -410,6 +410,7 @@ class PipelineTraining(_Trainer):
         finish = getattr(self.model_wrapped, "finish_averaging", None)
         if finish is not None:
             finish(self._held_out_loss if self.eval_dataset is not None else None)
+            _warn_of_own_best(self)
         log, steps = self.run_log, self.state.global_step
         if log is not None:
             log.leave(steps)
@@ -643,6 +644,18 @@ def _given(args: TrainingArguments) -> set[str]:
     """Flags that are not left at what they are by themselves, and the batch, which is Trainer's to say."""
     found = {f.name for f in fields(args) if f.init and getattr(args, f.name) != f.default}
     return found | set(_BATCHES)
+
+
+def _warn_of_own_best(trainer: Trainer) -> None:
+    averager, best = trainer.model_wrapped.averager, trainer.state.best_model_checkpoint
+    if averager is None or not trainer.args.load_best_model_at_end or best is None or averager.num_shares == 1:
+        return
+    if trainer.is_world_process_zero():
+        logger.warning(
+            "load_best_model_at_end is True: island %d goes back from the last average to %s, the best of its own "
+            "checkpoints, and its model differs from that of the other islands; leave it out to have the average.",
+            *(averager.island, best),
+        )
 
 
 def _warn_of_idling(resolved: RunPlan) -> None:
