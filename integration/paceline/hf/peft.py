@@ -10,6 +10,7 @@ PEFT is an optional dependency (``paceline[peft]``), imported when adapters are 
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -206,7 +207,9 @@ def adapters_of(model: PreTrainedModel, anatomy: Anatomy) -> Adapters | None:
             if parameter is None:
                 targets.append(path)
             else:
-                parameters.append(f"{path}.{parameter}")
+                # Where several parameters of one module are targets, each adapter but the last is inside of the next.
+                module_path = re.sub(r"(\.base_layer)+$", "", path)
+                parameters.append(f"{module_path}.{parameter}")
     found = Adapters(config, name, tuple(targets), tuple(saved), tuple(parameters))
     _check_ties(model, anatomy, found)
     _check_sharing(model)
@@ -329,11 +332,7 @@ def _matches(name: str, patterns: Any) -> bool:
 def _draw_by_name(model: PreTrainedModel, adapters: Adapters, seed: int) -> None:
     from peft.tuners.lora import LoraLayer
 
-    for name in adapters.targets:
-        try:
-            layer = model.get_submodule(name)
-        except AttributeError:  # on another stage
-            continue
+    for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             with seeded_by_name(seed, name):
                 layer.reset_lora_parameters(adapters.name, adapters.config.init_lora_weights)

@@ -26,6 +26,7 @@ peft = pytest.importorskip("peft")
 # PEFT 0.21 asks for it under the name that transformers 5.23 warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 MODEL = ["--model_name_or_path", "some/model", "--dataset_name", "some/data"]
 
 
@@ -131,8 +132,9 @@ def test_quantised_weights_need_adapters() -> None:
         ("llama", peft.LoraConfig(r=4, target_modules=["q_proj"], rank_pattern={r"layers\.1\.self_attn\.q_proj": 2})),
         ("gpt2", peft.LoraConfig(r=4, fan_in_fan_out=True)),
         ("llama", peft.LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["norm"])),
+        ("mixtral", peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS)),
     ],
-    ids=["all-linear", "regex with DoRA", "ranks by pattern", "Conv1D", "a module saved"],
+    ids=["all-linear", "regex with DoRA", "ranks by pattern", "Conv1D", "a module saved", "both stacks of experts"],
 )
 def test_stages_have_the_adapters_of_the_whole(family: str, config: Any) -> None:
     """The same names, shapes and values however the model is cut, and those of ``get_peft_model``'s file."""
