@@ -272,8 +272,9 @@ def inject(model: PreTrainedModel, adapters: Adapters, seed: int | None = None) 
     config = copy.deepcopy(adapters.config)
     targets, saved = (_there(model, names) for names in (adapters.targets, adapters.saved))
     parameters = [name for name in adapters.parameters if _there(model, [name.rpartition(".")[0]])]
+    trains_biases = getattr(config, "bias", "none") == "all"
     model.requires_grad_(False)
-    if not targets and not saved and not parameters:
+    if not targets and not saved and not parameters and not trains_biases:
         return
     # By full names: what PEFT would find by the user's patterns depends on which layers there are.
     config.target_modules = targets
@@ -292,6 +293,9 @@ def inject(model: PreTrainedModel, adapters: Adapters, seed: int | None = None) 
         _put_into(model, config, adapters.name)
     else:
         _train_copies(model, config, adapters.name)
+    if trains_biases:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad or name.endswith(".bias"))
     if seed is not None:
         _draw_by_name(model, adapters, seed)
 

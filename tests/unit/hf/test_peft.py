@@ -133,8 +133,17 @@ def test_quantised_weights_need_adapters() -> None:
         ("gpt2", peft.LoraConfig(r=4, fan_in_fan_out=True)),
         ("llama", peft.LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["norm"])),
         ("mixtral", peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS)),
+        ("gpt2", peft.LoraConfig(r=4, fan_in_fan_out=True, layers_to_transform=[1], bias="all")),
     ],
-    ids=["all-linear", "regex with DoRA", "ranks by pattern", "Conv1D", "a module saved", "both stacks of experts"],
+    ids=[
+        "all-linear",
+        "regex with DoRA",
+        "ranks by pattern",
+        "Conv1D",
+        "a module saved",
+        "both stacks of experts",
+        "all biases",
+    ],
 )
 def test_stages_have_the_adapters_of_the_whole(family: str, config: Any) -> None:
     """The same names, shapes and values however the model is cut, and those of ``get_peft_model``'s file."""
@@ -145,17 +154,18 @@ def test_stages_have_the_adapters_of_the_whole(family: str, config: Any) -> None
     wanted = adapter_state(whole, adapters)
     cuts = [Cut(0, 1, True, False), Cut(1, 3, False, False), Cut(3, LAYERS, False, False), Cut(4, 4, False, True)]
     found: dict[str, torch.Tensor] = {}
+    trained: set[str] = set()
     for cut in cuts:
         model = load_stage(None, model_cfg, cut).model
         inject(model, adapters, seed=5)
         state = adapter_state(model, adapters)
         assert not found.keys() & state.keys()
         found |= state
-        trained = [name for name, p in model.named_parameters() if p.requires_grad]
-        assert all("lora_" in name or "modules_to_save" in name for name in trained)
+        trained |= {name for name, p in model.named_parameters() if p.requires_grad}
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     stock = peft.get_peft_model(load_stage(None, model_cfg, Cut.whole(LAYERS)).model, config)
+    assert trained == {name for name, p in stock.get_base_model().named_parameters() if p.requires_grad}
     file = peft.get_peft_model_state_dict(stock, save_embedding_layers=False)
     assert {name: tensor.shape for name, tensor in file.items()} == {name: t.shape for name, t in wanted.items()}
 
