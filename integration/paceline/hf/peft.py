@@ -13,9 +13,9 @@ import copy
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Adapters:
         targets: names of the modules that have become adapters.
         saved: names of the modules of which a copy is trained (``modules_to_save``).
         parameters: names of the parameters that are targets themselves.
+        tokens: names of the modules of which some rows are trained, and these rows (``trainable_token_indices``).
     """
 
     config: Any
@@ -60,6 +61,7 @@ class Adapters:
     targets: tuple[str, ...]
     saved: tuple[str, ...]
     parameters: tuple[str, ...] = ()
+    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
@@ -187,7 +189,7 @@ def adapters_of(model: PreTrainedModel, anatomy: Anatomy) -> Adapters | None:
     if not configs:
         return None
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 
     if len(configs) > 1:
         raise ValueError(
@@ -197,8 +199,11 @@ def adapters_of(model: PreTrainedModel, anatomy: Anatomy) -> Adapters | None:
     ((name, config),) = configs.items()
     check_method(config)
     targets, saved, parameters = [], [], []
+    tokens: dict[str, Sequence[int]] = {}
     for path, module in model.named_modules():
-        if isinstance(module, AuxiliaryTrainingWrapper):
+        if isinstance(module, TrainableTokensWrapper):
+            tokens[path] = module.token_adapter.token_indices[name]
+        elif isinstance(module, AuxiliaryTrainingWrapper):
             saved.append(path)
         elif isinstance(module, BaseTunerLayer):
             if module.merged:
@@ -210,7 +215,7 @@ def adapters_of(model: PreTrainedModel, anatomy: Anatomy) -> Adapters | None:
                 # Where several parameters of one module are targets, each adapter but the last is inside of the next.
                 module_path = re.sub(r"(\.base_layer)+$", "", path)
                 parameters.append(f"{module_path}.{parameter}")
-    found = Adapters(config, name, tuple(targets), tuple(saved), tuple(parameters))
+    found = Adapters(config, name, tuple(targets), tuple(saved), tuple(parameters), tokens)
     _check_ties(model, anatomy, found)
     _check_sharing(model)
     return found
@@ -221,7 +226,7 @@ def _check_ties(model: PreTrainedModel, anatomy: Anatomy, adapters: Adapters) ->
     if not getattr(model, "all_tied_weights_keys", None):
         return
     ends = {f"{anatomy.trunk}.{anatomy.embedding}", *anatomy.head}
-    touched = sorted(ends & {*adapters.targets, *adapters.saved})
+    touched = sorted(ends & {*adapters.targets, *adapters.saved, *adapters.tokens})
     if touched:
         raise ValueError(
             f"the adapter {adapters.name!r} is in {', '.join(touched)}, and the model ties embedding and head "
@@ -270,25 +275,25 @@ def inject(model: PreTrainedModel, adapters: Adapters, seed: int | None = None) 
             every cut.
     """
     config = copy.deepcopy(adapters.config)
-    targets, saved = (_there(model, names) for names in (adapters.targets, adapters.saved))
+    targets, saved, tokens = (_there(model, names) for names in (adapters.targets, adapters.saved, adapters.tokens))
     parameters = [name for name in adapters.parameters if _there(model, [name.rpartition(".")[0]])]
     trains_biases = getattr(config, "bias", "none") == "all"
     model.requires_grad_(False)
-    if not targets and not saved and not parameters and not trains_biases:
+    if not targets and not saved and not parameters and not tokens and not trains_biases:
         return
     # By full names: what PEFT would find by the user's patterns depends on which layers there are.
     config.target_modules = targets
-    for field in ("layers_to_transform", "layers_pattern", "exclude_modules"):
-        if getattr(config, field, None) is not None:
-            setattr(config, field, None)
+    for option in ("layers_to_transform", "layers_pattern", "exclude_modules"):
+        if getattr(config, option, None) is not None:
+            setattr(config, option, None)
     if getattr(config, "modules_to_save", None) is not None:
         config.modules_to_save = saved or None
     if getattr(config, "target_parameters", None) is not None:
         config.target_parameters = parameters or None
     if getattr(config, "feedforward_modules", None) is not None:  # IA3's
         config.feedforward_modules = [name for name in targets if _matches(name, config.feedforward_modules)]
-    if getattr(config, "trainable_token_indices", None) is not None and not saved:
-        config.trainable_token_indices = None
+    if getattr(config, "trainable_token_indices", None) is not None:
+        config.trainable_token_indices = {name: list(adapters.tokens[name]) for name in tokens} or None
     if targets or parameters:
         _put_into(model, config, adapters.name)
     else:

@@ -134,6 +134,8 @@ def test_quantised_weights_need_adapters() -> None:
         ("llama", peft.LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["norm"])),
         ("mixtral", peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS)),
         ("gpt2", peft.LoraConfig(r=4, fan_in_fan_out=True, layers_to_transform=[1], bias="all")),
+        ("llama", peft.LoraConfig(r=4, trainable_token_indices=[1, 2], modules_to_save=["norm"])),
+        ("llama", peft.LoraConfig(r=4, trainable_token_indices={"embed_tokens": [1, 2], "lm_head": [3]})),
     ],
     ids=[
         "all-linear",
@@ -143,12 +145,14 @@ def test_quantised_weights_need_adapters() -> None:
         "a module saved",
         "both stacks of experts",
         "all biases",
+        "tokens and a module saved",
+        "tokens at both ends",
     ],
 )
 def test_stages_have_the_adapters_of_the_whole(family: str, config: Any) -> None:
     """The same names, shapes and values however the model is cut, and those of ``get_peft_model``'s file."""
-    model_cfg = model_config(family)
-    adapters = resolved(config, family)
+    model_cfg = model_config(family, tie_word_embeddings=False)
+    adapters = resolved(config, family, tie_word_embeddings=False)
     whole = load_stage(None, model_cfg, Cut.whole(LAYERS)).model
     inject(whole, adapters, seed=5)
     wanted = adapter_state(whole, adapters)
