@@ -361,7 +361,12 @@ def make_checkpointer(engine: PacelineEngine) -> Checkpointer:
         shape=partial(_shape, engine),
         groups=None
         if optimizer is None
-        else ParameterGroups(optimizer, warns=is_first, is_scheduled=lambda: engine.lr_scheduler is not None),
+        else ParameterGroups(
+            optimizer,
+            warns=is_first,
+            is_scheduled=lambda: engine.lr_scheduler is not None,
+            cycles_momentum=lambda: getattr(engine.lr_scheduler, "cycle_momentum", False),
+        ),
         scheduler=SchedulerState(
             lambda: engine.lr_scheduler, lambda: engine.basic_optimizer.param_groups, warns=is_first
         ),

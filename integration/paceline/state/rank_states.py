@@ -25,10 +25,13 @@ NOT_RESTORED = frozenset(("params", "foreach", "fused", "capturable", "different
 """Entries of a parameter group that belong to the run at hand."""
 
 _TOLD = {"initial_lr": "learning rate", "weight_decay": "weight decay"}
-"""Options that flags give, and their names in messages."""
+"""Names of options in messages; others have their own."""
 
 _TOLD_WITHOUT_SCHEDULE = {"lr": "learning rate", "weight_decay": "weight decay"}
 """Likewise where no scheduler sets the rate after this."""
+
+_MOMENTUM = frozenset(("momentum", "betas"))
+"""Options that schedulers may set besides the rate."""
 
 _RATES = ("lr", "initial_lr")
 
@@ -89,15 +92,21 @@ class ParameterGroups:
     """Options of the optimizer's parameter groups (learning rates, weight decay), and its loss scale.
 
     Args:
-        warns: whether this rank says when a learning rate or a weight decay that was given makes way for the
-            checkpoint's.
+        warns: whether this rank says when an option that was given makes way for the checkpoint's.
         is_scheduled: whether a scheduler sets the learning rate.
+        cycles_momentum: whether it sets the momentum, too.
     """
 
     def __init__(
-        self, optimizer: ShardedOptimizer, *, warns: bool, is_scheduled: Callable[[], bool] = lambda: True
+        self,
+        optimizer: ShardedOptimizer,
+        *,
+        warns: bool,
+        is_scheduled: Callable[[], bool] = lambda: True,
+        cycles_momentum: Callable[[], bool] = lambda: False,
     ) -> None:
         self._optimizer, self._warns, self._is_scheduled = optimizer, warns, is_scheduled
+        self._cycles_momentum = cycles_momentum
 
     def state_dict(self) -> list[dict[str, Any]]:
         name_of = self._names()
@@ -115,8 +124,8 @@ class ParameterGroups:
             for group in groups or ():
                 options_of |= dict.fromkeys(group["names"], group["options"])
         first, name_of = saved.first or [], self._names()
-        changes: dict[tuple[str, float, float], None] = {}
-        options_told = _TOLD if self._is_scheduled() else _TOLD_WITHOUT_SCHEDULE
+        changes: dict[tuple[str, str, str], None] = {}
+        options_told = self._options_told()
         for index, group in enumerate(self._optimizer.param_groups):
             names = (name_of[id(master)] for master in group["params"])
             options = _common_options([options_of[name] for name in names if name in options_of])
@@ -124,12 +133,18 @@ class ParameterGroups:
                 options = first[index]["options"]  # none of the group's rows are here
             for key, told in options_told.items():
                 given, saved_value = group.get(key), options.get(key)
-                if given is not None and saved_value is not None and given != saved_value:
-                    changes[told, given, saved_value] = None
+                if given is not None and saved_value is not None and _shown(given) != _shown(saved_value):
+                    changes[told, _shown(given), _shown(saved_value)] = None
             group.update(options)
         if self._warns:
             for change in changes:
-                logger.warning("the %s %g gives way to the checkpoint's, %g", *change)
+                logger.warning("the %s %s gives way to the checkpoint's, %s", *change)
+
+    def _options_told(self) -> dict[str, str]:
+        """Options of which a change is told, and their names."""
+        told = _TOLD if self._is_scheduled() else _TOLD_WITHOUT_SCHEDULE
+        untold = NOT_RESTORED | {*_RATES, *(_MOMENTUM if self._cycles_momentum() else ())}
+        return {key: key for key in self._optimizer.optimizer.defaults if key not in untold} | told
 
     def loss_scale(self) -> dict[str, Any]:
         """State of the loss scaler, the same on all ranks."""
@@ -141,6 +156,12 @@ class ParameterGroups:
 
     def _names(self) -> dict[int, str]:
         return {id(owned.master): owned.name for owned in self._optimizer.owned}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _common_options(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

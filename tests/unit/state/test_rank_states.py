@@ -91,6 +91,19 @@ def test_without_a_schedule_the_rate_that_training_goes_on_with_is_said(caplog: 
     assert "the learning rate 0.1 gives way to the checkpoint's, 0" in caplog.text
 
 
+def test_other_options_are_said_unless_the_schedule_sets_them(caplog: pytest.LogCaptureFixture) -> None:
+    """The checkpoint's are taken, as torch.optim does: momentum and Nesterov of the JSON would have no effect."""
+    entry = ParameterGroups(optimizer_of("a"), warns=False).state_dict()
+    for cycles in (lambda: True, lambda: False):
+        now = optimizer_of("a")
+        now.param_groups[0] |= {"momentum": 0.9, "nesterov": True, "foreach": False}
+        ParameterGroups(now, warns=True, cycles_momentum=cycles).load_saved(saved(entry))
+        assert now.param_groups[0]["momentum"] == 0
+    nesterov = "the nesterov True gives way to the checkpoint's, False"
+    momentum = "the momentum 0.9 gives way to the checkpoint's, 0"
+    assert [record.message for record in caplog.records] == [nesterov, momentum, nesterov]
+
+
 def test_other_weight_decay_is_said_and_none_of_it_is_guessed(caplog: pytest.LogCaptureFixture) -> None:
     """A run without weight decay has one group, and one with it two: norms have none."""
     one, two = optimizer_of("a", "norm"), optimizer_of("a", "norm", rates=(0.1, 0.1))
