@@ -312,7 +312,17 @@ def _put_into(model: PreTrainedModel, config: Any, name: str) -> None:
     with warnings.catch_warnings():
         # Of other stages' layers.
         warnings.filterwarnings("ignore", message=".*(target_parameters|rank_pattern|alpha_pattern).*")
-        inject_adapter_in_model(config, model, adapter_name=name, low_cpu_mem_usage=is_empty)
+        try:
+            inject_adapter_in_model(config, model, adapter_name=name, low_cpu_mem_usage=is_empty)
+        except NotImplementedError as error:  # torch's, of what only values decide
+            if not is_empty:
+                raise
+            method = str(getattr(config.peft_type, "value", config.peft_type))
+            raise ValueError(
+                f"adapters of peft_type {method} cannot be made without their values, as where layers move, stages are "
+                "planned or a checkpoint is exported: write a partition that stays, and call paceline.export in the "
+                "run."
+            ) from error
 
 
 def _train_copies(model: Any, config: Any, name: str) -> None:

@@ -182,6 +182,12 @@ def test_what_cannot_be_drawn_by_name() -> None:
         check_drawn(peft.LoraConfig(init_lora_weights="pissa"))
 
 
+def test_what_cannot_be_made_without_memory() -> None:
+    """SHiRA's mask says which elements of a weight are trained."""
+    with pytest.raises(ValueError, match=r"peft_type SHIRA cannot be made without their values.* paceline.export"):
+        resolved(peft.ShiraConfig(r=2, target_modules=["q_proj"]))
+
+
 def test_adapters_differ_from_each_other() -> None:
     adapters = resolved(peft.LoraConfig(r=4, target_modules=["q_proj"]))
     model = load_stage(None, model_config(), Cut.whole(LAYERS)).model
