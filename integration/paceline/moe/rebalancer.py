@@ -150,7 +150,7 @@ class Rebalancer:
         Time that was lost by not moving experts was lost in other layers, and counts no longer.
         """
         if list(layers) != self.layers:
-            self._forget_ahead()
+            self.forget_prepared()
             self.loads.follow(layers)
             self._rule = SwitchRule(self._horizon_steps)
 
@@ -275,7 +275,7 @@ class Rebalancer:
         """Begin to send the values of experts that are to change ranks. Collective over all stages."""
         if self._beside is None:
             return False
-        self._forget_ahead()
+        self.forget_prepared()
         if change:
             self._beside.settle()
             changes = self._changes(change)
@@ -301,7 +301,7 @@ class Rebalancer:
     def close(self) -> None:
         """End what is on its way. The ranks need not call it together."""
         with suppress(RuntimeError):  # what was lost on its way is of no use any more
-            self._forget_ahead()
+            self.forget_prepared()
 
     def apply(self, change: Placements) -> Moved:
         """Move experts so that the layers have these placements. Collective over the group.
@@ -321,7 +321,7 @@ class Rebalancer:
     def _changes(self, placements: Placements) -> list[tuple[ExpertLayer, Placement]]:
         return [(self.layers[number], placement) for number, placement in sorted(placements.items())]
 
-    def _forget_ahead(self) -> None:
+    def forget_prepared(self) -> None:
         """Let go of values that were sent for a move that does not come now."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
@@ -373,7 +373,7 @@ class Rebalancer:
         begun = time.perf_counter()
         changes = self._changes(placements)
         if self._ahead is not None and not self._ahead.is_for(changes):
-            self._forget_ahead()
+            self.forget_prepared()
         num_moved = sum(moved(layer.placement, placement) for layer, placement in changes)
         num_owners = sum(
             before != after

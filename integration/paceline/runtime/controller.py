@@ -68,6 +68,9 @@ class Prepares(Protocol):
     def is_prepared(self) -> bool:
         """Whether that is done. Asked after each step, collective over the same ranks."""
 
+    def forget_prepared(self) -> None:
+        """Let go of what was prepared: the change does not come. On the same ranks."""
+
 
 @runtime_checkable
 class FollowsSteps(Protocol):
@@ -191,17 +194,25 @@ class Controller:
 
     def go_on(self, done: int) -> None:
         """Count from ``done`` steps: the run was resumed there."""
-        self._done, self._begun, self._prepared = done, {}, None
+        self._done = done
+        self._drop_decisions()
         for interval in self._actuators.values():
             interval.go_on(done)
         self._begin_step()
 
     def step_has_changed(self) -> None:
         """Drop decisions that have not taken effect: a step has another number of micro-batches. On all ranks."""
-        self._begun, self._prepared = {}, None
+        self._drop_decisions()
         for actuator in self._actuators:
             if isinstance(actuator, FollowsSteps):
                 actuator.run_again()
+
+    def _drop_decisions(self) -> None:
+        """Of those that have not taken effect none does, and nothing stays of what was prepared for them."""
+        prepared, self._prepared, self._begun = self._prepared, None, {}
+        for actuator in () if prepared is None else prepared.actuators:
+            if isinstance(actuator, Prepares):
+                actuator.forget_prepared()
 
     def _between_steps(self) -> None:
         self.measurements.end_step(self._done)

@@ -957,6 +957,13 @@ class PacelineEngine(PipelineEngine):
         WATCH.idle()
         return is_prepared
 
+    def forget_repartition(self) -> None:
+        """Let go of the layers that :meth:`prepare_repartition` sends, whose move does not come. On all ranks."""
+        with self.naming_lost_peers():
+            if self.migrator is not None:
+                self.migrator.forget()
+        WATCH.idle()
+
     @property
     def migrations(self) -> Sequence[Migration]:
         """Figures of the last migrations."""

@@ -186,7 +186,7 @@ class Migrator:
         Raises:
             ValueError: as from :meth:`migrate`.
         """
-        self._forget_ahead()
+        self.forget()
         if not self._optimizer.may_wait_for_states:
             return False
         self._optimizer.settle_states()
@@ -217,10 +217,10 @@ class Migrator:
     def close(self) -> None:
         """End what is on its way. The ranks need not call it together."""
         with suppress(RuntimeError):  # what was lost on its way is of no use any more
-            self._forget_ahead()
+            self.forget()
 
-    def _forget_ahead(self) -> None:
-        """Let go of layers that were prepared and are not to come now."""
+    def forget(self) -> None:
+        """Let go of layers that were prepared and are not to come now. Waits for what is on its way."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.wait()
@@ -242,7 +242,7 @@ class Migrator:
         old = self._layers.parts
         change = _Change(old, new, self._layers.held)
         if self._ahead is not None and (self._ahead.before, self._ahead.parts) != (old, new):
-            self._forget_ahead()
+            self.forget()
         notes = self._notes(change)
         arrived = self._make(change, notes, memory_bytes)
         group = self._group()
@@ -305,7 +305,7 @@ class Migrator:
         try:
             self._control.settle(error, f"preparing to move layers ({_shown(change.old)} to {_shown(change.new)})")
         except BaseException:
-            self._forget_ahead()
+            self.forget()
             self._layers.unmake(arrived)
             raise
         return arrived

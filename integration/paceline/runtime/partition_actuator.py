@@ -48,6 +48,9 @@ class MovesLayers(Protocol):
     def repartition_is_prepared(self) -> bool:
         """Whether what is sent ahead has arrived everywhere. Collective."""
 
+    def forget_repartition(self) -> None:
+        """Let go of layers that were sent ahead. On all ranks."""
+
     def repartition(self, parts: Sequence[int]) -> object:
         """Have the stages hold the items that ``parts`` says. Collective."""
 
@@ -147,6 +150,10 @@ class PartitionActuator:
             return True
         self._measurements.disturb()
         return False
+
+    def forget_prepared(self) -> None:
+        """Let go of what :meth:`prepare` has sent."""
+        self._pipeline.forget_repartition()
 
     def apply(self, change: PartitionChange) -> bool:
         """Move layers; whether that was possible. If it was not, the same is not tried again for some time."""

@@ -261,6 +261,9 @@ class Pipe(Job):
         self.steps_ahead -= 1
         return self.steps_ahead <= 0
 
+    def forget_repartition(self) -> None:
+        self._note("forget")
+
     def repartition(self, parts: tuple[int, ...]) -> None:
         self._note("move", parts)
         if error := self.refuse(parts):
@@ -529,6 +532,7 @@ def test_a_run_that_is_resumed_forgets_what_it_was_about_to_do() -> None:
     controller.go_on(pipe.global_steps)
     pipe.sends_ahead = False
     pipe.train(controller, 1)
+    assert len(pipe.noted("forget")) == 1
     assert [step for step, _ in pipe.noted("move")] == [step for step, _ in pipe.noted("prepare")][1:]
 
 

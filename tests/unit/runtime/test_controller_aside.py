@@ -193,3 +193,27 @@ def test_a_step_of_another_size_drops_what_was_begun() -> None:
     controller.step_has_changed()
     train(job, controller, 2)
     assert job.noted == [(1, "gather"), (1, "schedule begins after 1"), (1, "runs again")]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_what_was_prepared_for_a_decision_that_is_dropped_is_forgotten(resumes: bool) -> None:
+    """Layers and experts that were sent ahead would keep their memory until the next move."""
+
+    class Sends(AtOnce):
+        def prepare(self, change: str | None) -> bool:
+            return change is not None
+
+        def is_prepared(self) -> bool:
+            return False
+
+        def forget_prepared(self) -> None:
+            self._job.note("forgets")
+
+    job = Job()
+    controller = Controller(job, {Sends(job, "partition"): TuningInterval(3, first=1)}, job, DecisionLog())
+    for noted in ([], ["forgets"], ["forgets"]):  # a second time there is nothing
+        if noted:
+            controller.go_on(1) if resumes else controller.step_has_changed()
+        else:
+            train(job, controller, 2)
+        assert [what for _, what in job.noted[2:]] == noted

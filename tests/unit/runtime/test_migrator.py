@@ -240,6 +240,21 @@ def test_layers_that_were_sent_before_move_with_what_steps_have_changed_since(ra
         assert (first["paused_bytes"] < values) == (rate < 0.1 and judged_bytes > 0)
 
 
+def gives_up() -> tuple[list[int], bool]:
+    """Layers that were made for a move that does not come, and are let go of; whether nothing stays."""
+    from paceline.runtime import migration
+
+    rank = Rank()
+    migration.LEAST_BYTES = 1
+    assert rank.migrator.prepare(NEW)
+    rank.migrator.forget()
+    return sorted(rank.layers.unmade), rank.migrator._ahead is None
+
+
+def test_nothing_stays_of_a_move_that_was_prepared_and_is_given_up() -> None:
+    assert run_ranks(gives_up, 2) == [([2], True), ([], True)]
+
+
 def test_a_copy_of_what_is_sent_needs_room() -> None:
     """Without it trained parameters are sent when they move."""
     first = run_ranks(trains_without_room, 2)[0]
