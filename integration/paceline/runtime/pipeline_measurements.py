@@ -197,6 +197,8 @@ class PipelineMeasurements:
             if is_near_switch and self._timelines.is_drawn and all(report.steps for report in self.reports):
                 self._timelines.write(self.reports, self.costs, self._reported)
         self._has_switched, self.reports = switches, []
+        if switches:  # a step beside which it was planned is of other shares, or another schedule, than those to come
+            self._meter.recorder.forget()
 
     def begin_step(self, done: int, until_planning: int | None) -> None:
         """Time the layers in the step that begins, if they are to be timed in this one."""

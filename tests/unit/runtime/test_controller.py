@@ -575,6 +575,50 @@ def test_where_shares_change_schedule_and_partition_wait_for_the_next_look(
     assert decided == ["shares", "schedule", "partition", "shares", "shares", "schedule", "partition"]
 
 
+class SharedSteps(TwoReplicas):
+    """A step of a replica takes as long as its micro-batches then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares: list[tuple[int, ...]] = []
+        """Of each step that was not forgotten."""
+        self.slowness = [1, 1]
+
+    def share_micro_batches(self, shares: tuple[int, ...]) -> None:
+        self._note("shares", shares)
+        self.replica_micro_batches = shares
+
+    def train(self, controller: Controller, steps: int) -> None:
+        for _ in range(steps):
+            super().train(controller, 1)
+            self.shares = [*self.shares, self.replica_micro_batches][-len(self.steps) :]
+
+    def gather(self, after: dict[str, int], **arguments: Any) -> list[Report]:
+        shares, found = self.shares[len(self.shares) - len(self.steps) :], []
+        for replica, slower in enumerate(self.slowness):
+            for report in Pipe.gather(self, after, **arguments):
+                steps = []
+                for of_step, step in zip(shares, report.steps, strict=True):
+                    self.slower = slower * (of_step[replica] + 2) / (MICRO_BATCHES + 2)
+                    steps.append(self._slower(step))
+                found.append(replace(report, replica=replica, steps=steps))
+        return found
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_shares_chosen_beside_a_step_are_not_judged_by_it(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran with those before: shares went to and fro."""
+    monkeypatch.setattr(schedule_actuator, "ASIDE_FROM", 1)
+    process, pipe = PlanningProcess(), SharedSteps()
+    adaptive = ScheduleChoice("adaptive", retune_every=every, micro_batch_sizes=(CONFIGURED,))
+    controller = pipe.controller(adaptive, PartitionChoice("uniform", 0), reshare_every=every, process=process)
+    pipe.train(controller, 10)
+    pipe.slowness[1] = 3
+    pipe.train(controller, 16)
+    process.close()
+    assert [shares for _, shares in pipe.noted("shares")] == [(13, 3)]
+
+
 def test_another_schedule_alone_is_no_matter_of_a_look_for_partitions() -> None:
     pipe = Pipe(num_layers=3)
     seldom = ScheduleChoice("adaptive", retune_every=1000, micro_batch_sizes=(CONFIGURED,))
