@@ -401,7 +401,8 @@ class Rebalancer:
         }
         if window.speeds is not None:
             figures["speeds"] = [round(speed, 3) for speed in window.speeds]
-        if done is not None:
+        has_moved = done is not None and bool(done.before)
+        if done is not None and has_moved:
             pairs = [(window.loads[n], old, self.layers[n].placement) for n, old in done.before.items()]
             figures |= {
                 **done.to_json(),
@@ -413,7 +414,7 @@ class Rebalancer:
                 "step %d: experts of %d layers placed anew, %d moved in %.3g s: %s",
                 *(self.loads.step, len(done.before), done.num_moved, done.seconds, decision.why),
             )
-        return tuning.DecisionRecord(tuning.EXPERTS, self.loads.step, decision.switch, decision, best_s, figures)
+        return tuning.DecisionRecord(tuning.EXPERTS, self.loads.step, has_moved, decision, best_s, figures)
 
     def _imbalance(self, placement: Placement, loads: Sequence[float], speeds: Sequence[float] | None) -> float:
         shares = split(placement, loads, speeds=speeds) if self.evens_out and num_copies(placement) else None

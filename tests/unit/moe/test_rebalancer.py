@@ -357,3 +357,20 @@ def test_a_change_is_not_made_if_experts_have_moved_since_it_was_proposed(run: A
         assert layer.placement == swapped
 
     run(EVERY, Group(), after=after)
+
+
+@pytest.mark.parametrize("moves_by_hand", [False, True])
+def test_a_change_that_was_not_made_is_no_switch(run: Any, moves_by_hand: bool) -> None:
+    """Nor does it count among the moves of the run."""
+
+    def after(of_layers: Any) -> None:
+        (layer,) = of_layers.layers
+        layer.placement = IN_ORDER
+        proposal = of_layers.propose(EVERY)
+        if moves_by_hand:
+            layer.placement = Placement(((4, 5, 6, 7), (0, 1, 2, 3)))
+        record = proposal.record(of_layers.apply(proposal.change))
+        assert record.switched != moves_by_hand
+        assert record.figures.get("layers") == (None if moves_by_hand else ["layer"])
+
+    run(EVERY, Group(), after=after)
