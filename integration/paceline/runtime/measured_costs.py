@@ -246,7 +246,8 @@ class MeasuredCosts:
         }
         self.items = self._measured_items = self._even = item_costs(found.work, others, self.parts[-1])
         self.guessed = found.guessed
-        self._item_speeds, self._item_size = found.speeds, size
+        unseen = self.num_devices - len(found.speeds)  # the last ones, whose items are functions, which nobody times
+        self._item_speeds, self._item_size = (*found.speeds, *[median(found.speeds)] * unseen), size
         self._slowness = Speeds(len(self._cells))
 
     def _take_uneven(self, reports: Sequence[Report]) -> None:

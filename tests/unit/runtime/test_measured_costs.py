@@ -477,6 +477,17 @@ def test_a_layer_whose_experts_are_unevenly_busy_is_long_and_its_device_not_slow
         ), parts
 
 
+def test_a_last_stage_of_functions_is_not_timed_by_layer() -> None:
+    """Of a PipelineModule: nothing tells how fast its device is."""
+    measured_costs = MeasuredCosts(ROUTES, parts=PARTS)
+    reports = Layered().reports(0, timed=True)
+    reports[-1].layers = {}
+    measured_costs.update(reports)
+    expected = [(item.forward_s, item.backward_s) for item in ITEMS[: PARTS[-2]]]
+    assert works(measured_costs)[: PARTS[-2]] == [pytest.approx(each) for each in expected]
+    assert works(measured_costs)[PARTS[-2] :] == [(0.0, 0.0)] * (PARTS[-1] - PARTS[-2])
+
+
 def test_it_is_as_long_as_its_experts_are_uneven_now() -> None:
     """Experts were placed anew, and the layer was not timed again: no device has become faster."""
     busy, uneven_s = with_busy_experts(Layered(), 3)
