@@ -95,6 +95,8 @@ class PartitionActuator:
         self._follows_schedules, self._memory_bytes = follows_schedules, memory_bytes
         self._rule = SwitchRule(every)
         self._plannings = 0
+        self._planned_for: tuple[int, ...] = ()
+        """Boundaries when the last planning began."""
         self._refused: dict[tuple[int, ...], int] = {}
         """Boundaries that were refused, and the number of the planning that may try them again."""
         self._warned = False
@@ -105,7 +107,7 @@ class PartitionActuator:
         The first search is made at once, as is one that waits for a schedule which is chosen at once.
         """
         first, self._is_first = self._is_first, False
-        self._begun = None
+        self._begun, self._planned_for = None, tuple(self._layers.parts)
         if first or self._schedules.is_at_once or not self._schedules.plans_aside:
             return False
         if self._process is not None and self._agreement.decides:
@@ -132,7 +134,7 @@ class PartitionActuator:
 
     def prepare(self, change: PartitionChange | None) -> bool:
         """Begin to send layers, if much of them can be sent before they move."""
-        if change is None:
+        if change is None or self._have_moved:
             return False
         try:
             is_begun = self._pipeline.prepare_repartition(change.parts)
@@ -156,7 +158,12 @@ class PartitionActuator:
         self._pipeline.forget_repartition()
 
     def apply(self, change: PartitionChange) -> bool:
-        """Move layers; whether that was possible. If it was not, the same is not tried again for some time."""
+        """Move layers; whether that was possible. If it was not, the same is not tried again for some time.
+
+        Where somebody has moved layers since the planning began, they stay until the next one.
+        """
+        if self._have_moved:
+            return False
         if self._measurements.guesses:
             self._measurements.time_layers_again()
         try:
@@ -172,6 +179,10 @@ class PartitionActuator:
         if change.candidate != self._schedules.current:
             self._schedules.apply(change.candidate)
         return True
+
+    @property
+    def _have_moved(self) -> bool:
+        return tuple(self._layers.parts) != self._planned_for
 
     def _found(self, steps: int) -> FoundPartition | None:
         begun, self._begun = self._begun, None

@@ -536,6 +536,29 @@ def test_a_run_that_is_resumed_forgets_what_it_was_about_to_do() -> None:
     assert [step for step, _ in pipe.noted("move")] == [step for step, _ in pipe.noted("prepare")][1:]
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_move_by_hand_after_a_decision_stands_until_the_next_look(
+    beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decided, or begun to be, for layers as they lay before."""
+    monkeypatch.setattr(schedule_actuator, "ASIDE_FROM", 1 if beside else 1000)
+    process = PlanningProcess()
+    pipe = Pipe((4.0, 2.0, 1.0))
+    controller = pipe.controller(ScheduleChoice("1f1b"), PartitionChoice("uniform", EVERY), process=process)
+    pipe.sends_ahead = not beside
+    pipe.train(controller, 5 if beside else 4)
+    if beside:
+        pipe.speeds = (1.0, 2.0, 4.0)
+    while pipe.log[-1][1] != ("gather" if beside else "prepare"):
+        pipe.train(controller, 1)
+    by_hand = (0, 1, 2, pipe.num_layers)
+    pipe.parts, pipe.log[:] = by_hand, []
+    pipe.train(controller, 1)
+    process.close()
+    assert (pipe.parts, pipe.noted("move")) == (by_hand, [])
+    assert [decision["switched"] for decision in controller.decisions][-1:] == [False]
+
+
 class TwoReplicas(Pipe):
     """The steps of the other one take ``slower`` times as long."""
 
