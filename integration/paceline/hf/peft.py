@@ -43,6 +43,10 @@ NEEDS_MORE = {
 """Settings of LoRA's config that need more than modules in their places, and why."""
 
 
+class NeedsValuesError(ValueError):
+    """Adapters cannot be made without the values of the weights, as on the meta device."""
+
+
 @dataclass(frozen=True)
 class Adapters:
     """The one adapter of a model, as PEFT calls all its modules together.
@@ -318,7 +322,7 @@ def _put_into(model: PreTrainedModel, config: Any, name: str) -> None:
             if not is_empty:
                 raise
             method = str(getattr(config.peft_type, "value", config.peft_type))
-            raise ValueError(
+            raise NeedsValuesError(
                 f"adapters of peft_type {method} cannot be made without their values, as where layers move, stages are "
                 "planned or a checkpoint is exported: write a partition that stays, and call paceline.export in the "
                 "run."

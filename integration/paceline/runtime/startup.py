@@ -59,7 +59,7 @@ from ..config.stage_counts import (
 from ..hf.activations import count_items
 from ..hf.anatomy import anatomy_of
 from ..hf.check import require_halves
-from ..hf.peft import trained_share, without_memory
+from ..hf.peft import NeedsValuesError, trained_share, without_memory
 from ..hf.weights import skeleton
 from ..measure.device_memory import plannable_bytes
 from ..measure.profile_file import Profile
@@ -262,7 +262,7 @@ def plan_for(
             # One share for all stages: an embedding or a head that is trained whole is not to be spread over them.
             if resolved.recompute == FIT or not getattr(peft_config, "modules_to_save", None):
                 resolved = replace(resolved, trained=trained_share(model))
-        except NotImplementedError:  # adapters that cannot be made without memory count as the whole model
+        except NeedsValuesError:  # adapters that cannot be made without memory count as the whole model
             if resolved.recompute == FIT:
                 raise
     if planned is not None:
@@ -338,7 +338,7 @@ def _has_adapted_head(hf_config: PretrainedConfig, peft_config: PeftConfig) -> b
     model = skeleton(hf_config)
     try:
         without_memory(peft_config, model, anatomy_of(model))
-    except NotImplementedError:  # adapters that cannot be made without memory
+    except NeedsValuesError:  # adapters that cannot be made without memory
         return True
     return type(model.get_output_embeddings()) is not torch.nn.Linear
 
