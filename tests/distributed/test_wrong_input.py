@@ -383,45 +383,48 @@ def test_who_catches_an_error_of_all_ranks_may_take_any_time() -> None:
     assert run_ranks(operations_after_refusals, 2) == [[""] * 3] * 2
 
 
-def saves_on_rank_0_first(folder: str) -> list[list[str]]:
-    """What is logged, and what the watch is told a while after the call."""
+def saves_on_rank_0_first(folder: str) -> list[tuple[str, str]]:
+    """Warnings, and what the watch knows when they come. Rank 1 comes after them."""
     import logging
-    import threading
 
     import paceline
     from paceline.supervise import expected
     from paceline.supervise.watch import WATCH
 
-    expected.REMIND_AFTER_S = 0.3
     engine, *_ = paceline.initialize(model=model_config(), config=ds_config(2))
-    logged, told = [], []
-    expected.logger.addFilter(lambda record: logged.append(record.getMessage()) is None)
+    found: list[tuple[str, str]] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        if "has waited" in record.getMessage():
+            found.append((WATCH.operation, record.getMessage()))
+            Path(folder, f"told {len(found)}").touch()
+        return True
+
+    expected.logger.addFilter(note)
     expected.logger.setLevel(logging.WARNING)
-    for save in (
-        lambda: paceline.export(engine.module, f"{folder}/model", engine.control),
-        lambda: engine.save_checkpoint(f"{folder}/checkpoints"),
+    for number, save in enumerate(
+        (
+            lambda: paceline.export(engine.module, f"{folder}/model", engine.control),
+            lambda: engine.save_checkpoint(f"{folder}/checkpoints"),
+        ),
+        1,
     ):
-        for pause_s in (1, 0):  # warned of, or not
-            engine.control.sum(torch.zeros(1))
-            time.sleep(pause_s * engine.global_rank)
-            watched = threading.Timer(0.6, lambda: told.append(WATCH.operation))
-            if pause_s:
-                watched.start()
-            save()
-            if pause_s:
-                watched.join()
-    return [logged, told]
+        expected.REMIND_AFTER_S = 0.1
+        while engine.global_rank == 1 and not Path(folder, f"told {number}").exists():
+            time.sleep(0.02)
+        save()
+        expected.REMIND_AFTER_S = 1000.0
+        save()
+    return found
 
 
 def test_saving_on_rank_0_alone_is_told(tmp_path: Path) -> None:
     """The others do not come: a warning says what to do, and the watch knows what is waited for."""
-    (logged, told), (logged_elsewhere, _) = run_ranks(saves_on_rank_0_first, 2, str(tmp_path))
-    assert logged == [
-        f"{call} has waited 0.3 s for other ranks: call it on all ranks, not on rank 0 alone."
-        for call in ("saving the model", "saving a checkpoint")
-    ]
-    assert told == ["saving the model", "saving a checkpoint"]
-    assert logged_elsewhere == []
+    found, elsewhere = run_ranks(saves_on_rank_0_first, 2, str(tmp_path))
+    calls = ["saving the model", "saving a checkpoint"]
+    advice = "has waited 0.1 s for other ranks: call it on all ranks, not on rank 0 alone."
+    assert found == [(call, f"{call} {advice}") for call in calls]
+    assert elsewhere == []
 
 
 def dies_in_training(stages: int) -> None:
