@@ -208,7 +208,7 @@ class Controller:
                 actuator.run_again()
 
     def _drop_decisions(self) -> None:
-        """Of those that have not taken effect none does, and nothing stays of what was prepared for them."""
+        """Forget decisions that have not taken effect, with what was prepared for them."""
         prepared, self._prepared, self._begun = self._prepared, None, {}
         for actuator in () if prepared is None else prepared.actuators:
             if isinstance(actuator, Prepares):

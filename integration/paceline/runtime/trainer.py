@@ -384,7 +384,7 @@ class PipelineTraining(_Trainer):
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def get_num_trainable_parameters(self) -> int:
-        """Of the whole model, also when ``self.model`` is a stage of it."""
+        """Count those of the whole model, also when ``self.model`` is a stage of it."""
         if self.pipeline is None:
             return int(super().get_num_trainable_parameters())
         return int(unwrapped(self.model).num_parameters(only_trainable=True))
