@@ -163,7 +163,7 @@ def test_lines_and_whole_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_name_is_no_pattern(tmp_path: Path, streaming: bool) -> None:
-    """Of other files: ``notes[1].jsonl`` is not ``notes1.jsonl``."""
+    """``notes[1].jsonl`` is not ``notes1.jsonl``."""
     folder = tmp_path / "run[2]"
     folder.mkdir()
     for name in ("notes[1].jsonl", "notes1.jsonl", "n*.jsonl"):

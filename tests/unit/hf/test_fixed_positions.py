@@ -26,7 +26,7 @@ def fails(model: Any, **batch: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("family", [*BY_POSITION, *BY_LENGTH, "llama", "mpt", "gpt_neox", "xglm"])
 def test_what_is_too_long_is_what_fails(family: str) -> None:
-    """Of rows that fit or not, padded on the right, and with positions that begin anew."""
+    """With rows that fit or not, padded on the right, and with positions that begin anew."""
     config = tiny_configs(CONFIGS[family])[0]
     positions = getattr(config, "max_position_embeddings", None) or 64
     with quiet():

@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizers step, and what models compute with: FP16_Optimizer needs a GPU."""
+"""Masters of DeepSpeed's optimizers and the model's parameters, without an optimizer: FP16_Optimizer needs a GPU."""
 
 from __future__ import annotations
 

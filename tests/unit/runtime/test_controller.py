@@ -604,7 +604,7 @@ class SharedSteps(TwoReplicas):
     def __init__(self) -> None:
         super().__init__()
         self.shares: list[tuple[int, ...]] = []
-        """Of each step that was not forgotten."""
+        """One entry a step that was not forgotten."""
         self.slowness = [1, 1]
 
     def share_micro_batches(self, shares: tuple[int, ...]) -> None:

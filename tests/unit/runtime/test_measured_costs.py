@@ -478,7 +478,7 @@ def test_a_layer_whose_experts_are_unevenly_busy_is_long_and_its_device_not_slow
 
 
 def test_a_last_stage_of_functions_is_not_timed_by_layer() -> None:
-    """Of a PipelineModule: nothing tells how fast its device is."""
+    """A PipelineModule may have one: nothing tells how fast its device is."""
     measured_costs = MeasuredCosts(ROUTES, parts=PARTS)
     reports = Layered().reports(0, timed=True)
     reports[-1].layers = {}
