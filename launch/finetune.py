@@ -124,12 +124,17 @@ def _prepared(argv: list[str]) -> Job:
 
 def _command(argv: list[str]) -> str:
     """The command for the report; the launcher is inferred from the environment, a token is hidden."""
+    from paceline.config import accelerates_ds_config
+
     size = int(os.environ["WORLD_SIZE"])
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's name, DeepSpeed's
     nodes = size // int(local or size)
     if any(arg.startswith(("--local_rank=", "--local-rank=")) for arg in argv):
         words = ["deepspeed", *(["--num_nodes", str(nodes)] if nodes > 1 else []), "--num_gpus", local or str(size)]
         words.append("--module")
+    elif file := accelerates_ds_config(os.environ):
+        words = ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", file]
+        words += [*(["--num_machines", str(nodes)] if nodes > 1 else []), "--num_processes", str(size), "--module"]
     elif size > 1:
         words = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc_per_node", local or str(size)]
         words.append("-m")

@@ -848,7 +848,8 @@ from paceline import PacelineTrainer
 model, config, output = sys.argv[-3:]
 transformers.set_seed(0)
 args = transformers.TrainingArguments(
-    output_dir=output, deepspeed=config, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3,
+    output_dir=output, deepspeed=config if config != "accelerate's" else None, max_steps=3,
+    per_device_train_batch_size=2, gradient_accumulation_steps=4,
     learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
 )
 model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(model))
@@ -864,7 +865,10 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.launcher
 def test_a_script_under_accelerate(tmp_path: Path) -> None:
-    """On CPUs, which it does not mention: the losses of one process, and one report. torchrun: ``test_main_job.py``."""
+    """On CPUs, which it does not mention: the losses of one process, and one report. accelerate is given the JSON.
+
+    torchrun: ``test_main_job.py``.
+    """
     script, config = tmp_path / "script.py", tmp_path / "ds.json"
     script.write_text(SCRIPT_OF_A_USER)
     config.write_text(json.dumps({"zero_optimization": {"stage": 0}, "paceline": {"pipeline": {}}}))
@@ -873,23 +877,23 @@ def test_a_script_under_accelerate(tmp_path: Path) -> None:
     environment |= {name: value for name, value in RANK_ENVIRONMENT.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "extensions")
 
-    def arguments(name: str) -> list[str]:
-        return [str(script), str(tmp_path / "model"), str(config), str(tmp_path / name)]
+    def arguments(name: str, config: str) -> list[str]:
+        return [str(script), str(tmp_path / "model"), config, str(tmp_path / name)]
 
     def losses(name: str, stages: int) -> list[float]:
         report = json.loads((tmp_path / name / "report.json").read_text())
         assert report["run"]["stages"] == stages
         return [row["loss"] for row in report["loss"]]
 
-    run_ranks(run_script, 1, arguments("alone"), str(tmp_path / "cache"))
+    run_ranks(run_script, 1, arguments("alone", str(config)), str(tmp_path / "cache"))
     wanted = losses("alone", 1)
     assert len(wanted) == 3
     start = [
         *(sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"),
         *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
-        *("--main_process_port", str(free_port())),
+        *("--main_process_port", str(free_port()), "--deepspeed_config_file", str(config)),
     ]
-    command = [*start, *arguments("launched")]
+    command = [*start, *arguments("launched", "accelerate's")]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not (tmp_path / "extensions").exists(), "DeepSpeed's communication was compiled, for minutes"

@@ -48,6 +48,20 @@ def test_a_json_that_is_a_flags_value_is_no_arguments_file(first: list[str], tmp
     assert (model.model_type, train.deepspeed) == ("llama", str(ds_config))
 
 
+def test_the_json_that_accelerate_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ds_config, other = tmp_path / "ds.json", tmp_path / "other.json"
+    ds_config.write_text("{}")
+    other.write_text("{}")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(ds_config))  # accelerate may leave it from elsewhere
+    assert parse(["--model_type", "llama"])[2].deepspeed is None
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert parse(["--model_type", "llama"])[2].deepspeed == str(ds_config)
+    assert parse(["--model_type", "llama", "--deepspeed", str(other)])[2].deepspeed == str(other)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = f"accelerate launch --use_deepspeed --deepspeed_config_file {ds_config} --num_processes 2 --module"
+    assert _command(["--seed", "1"]) == f"{command} paceline.launch.finetune --seed 1"
+
+
 @pytest.mark.parametrize(
     ("argv", "environment", "command"),
     [

@@ -34,6 +34,13 @@ def read_ds_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[s
     return config
 
 
+def accelerates_ds_config(environment: Mapping[str, str]) -> str | None:
+    """The JSON that ``accelerate launch`` was given, by ``--deepspeed_config_file`` or in its own config; else None."""
+    if environment.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        return None
+    return environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+
+
 def without_secrets(config: Any) -> Any:
     """``config``, to be shown: values of keys that name a key, a token, a password or a secret say ``"hidden"``."""
     if isinstance(config, Mapping):

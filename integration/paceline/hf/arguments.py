@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, PretrainedConfig
 
+from ..config import accelerates_ds_config
 from ..messages import brief, nearest
 from .other_flags import ELSEWHERE, ELSEWHERE_BY_PREFIX, VALUE_REMEDIES
 from .paths import MODEL_OF_ADAPTERS, is_missing, only_adapters
@@ -332,6 +333,8 @@ class TrainArguments:
             _refuse("output_dir", repr(""), "the name of a directory is empty", "give one, or leave the flag out")
         if os.path.isfile(self.output_dir):
             _refuse("output_dir", self.output_dir, "must be a directory, but is a file", "choose another name")
+        if self.deepspeed is None:
+            self.deepspeed = accelerates_ds_config(os.environ)
         _check_file("deepspeed", self.deepspeed)
 
     def _check_resume(self) -> None:

@@ -61,7 +61,7 @@ from .trainer_loss import averages_alone, trainers_loss
 from .trainer_preemption import take_over, watched
 from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
 from .trainers_checkpoints import checked, naming_the_one_before, newest_complete, refuse_pipelines, with_training
-from .training_arguments import count_ranks, match_backend
+from .training_arguments import count_ranks, match_backend, take_accelerates_json
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -108,6 +108,7 @@ class PipelineTraining(_Trainer):
         warn_of_changes(OVERRIDES)
         for given in (*args, *kwargs.values()):
             if isinstance(given, TrainingArguments):
+                take_accelerates_json(given)
                 if asks_for_pipeline(given) and (fault := refused_kind(type(self))):
                     raise ValueError(fault)
                 count_ranks(given)

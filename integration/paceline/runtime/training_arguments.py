@@ -11,8 +11,11 @@ import os
 
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.utils import DeepSpeedPlugin
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+from ..config import accelerates_ds_config, read_ds_config
 
 
 def count_ranks(args: TrainingArguments) -> None:
@@ -35,10 +38,27 @@ def count_ranks(args: TrainingArguments) -> None:
     assert args.device.type == "cpu"  # finds it again
     assert args.world_size == num_ranks, (args.world_size, num_ranks)
     if args.deepspeed:  # its "auto" sizes were filled for one rank
-        args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
-        args.hf_deepspeed_config.trainer_config_process(args)
-        plugin = args.deepspeed_plugin
-        args.deepspeed_plugin = type(plugin)(hf_ds_config=args.hf_deepspeed_config)
+        _read_json(args)
+
+
+def take_accelerates_json(args: TrainingArguments) -> None:
+    """Make the JSON that ``accelerate launch`` was given that of ``args``, if it is meant for Paceline; in place.
+
+    Transformers leaves ``args.deepspeed`` at None then, where Paceline looks.
+    """
+    if args.deepspeed is not None:
+        return
+    file = accelerates_ds_config(os.environ)
+    if file is not None and "paceline" in read_ds_config(file):
+        args.deepspeed = file
+        _read_json(args)
+
+
+def _read_json(args: TrainingArguments) -> None:
+    """As TrainingArguments do when they are made."""
+    args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
+    args.hf_deepspeed_config.trainer_config_process(args)
+    args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
 
 
 def match_backend() -> None:
