@@ -106,8 +106,13 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 HALF: dict[str, dict[str, Any]] = {
     "bf16, ZeRO 0": {"zero": 0, "bf16": {"enabled": True}},
+    "fp16, ZeRO 0": {"zero": 0, "fp16": {"enabled": True, "initial_scale_power": 8}},
     "fp16, ZeRO 2": {"zero": 2, "fp16": {"enabled": True, "initial_scale_power": 8}},
     "autocast, ZeRO 3": {"zero": 3, **AUTOCAST},
+    **{
+        f"fp16 autocast, ZeRO {zero}": {"zero": zero, "torch_autocast": {"enabled": True, "dtype": "float16"}}
+        for zero in (0, 2)
+    },
 }
 
 

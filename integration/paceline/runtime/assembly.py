@@ -269,7 +269,7 @@ def make_natural_gradient(engine: PacelineEngine) -> NaturalGradientPart | None:
     def unit(num_rows: int) -> float:
         """Factor that makes a gradient that of a loss summed over rows."""
         losses = engine.support.sum_of_losses(num_rows, engine.gradient_accumulation_steps())
-        return losses / loss_scale_of(engine.optimizer)
+        return losses / loss_scale_of(engine)
 
     engine.support.keep_masks()  # estimates are of all rows, padding too
     return NaturalGradientPart(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ..comm.control import Gather
@@ -147,13 +149,17 @@ def heads_of(model: nn.Module) -> list[nn.Module]:
     return [head for head in found if isinstance(head, nn.Module)]
 
 
-def loss_scale_of(optimizer: object) -> float:
-    """Factor by which DeepSpeed multiplies a loss before its backward."""
-    for name in ("loss_scale", "cur_scale"):
-        scale = getattr(optimizer, name, None)
-        if isinstance(scale, (int, float)):
-            return float(scale)
-    return 1.0
+def loss_scale_of(engine: DeepSpeedEngine) -> float:
+    """Factor by which a DeepSpeed engine multiplies a loss before its backward.
+
+    That of fp16 autocast waits for the device.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, ZeROOptimizer):
+        scaler, scale = optimizer.torch_autocast_gradscaler, getattr(optimizer, "loss_scale", 1.0)
+    else:  # those of fp16 without ZeRO have a scale that DeepSpeed's engine does not multiply by
+        scaler, scale = engine.torch_autocast_z0_gradscaler, 1.0
+    return float(scale if scaler is None else scaler.get_scale())
 
 
 def _to(state: object, device: torch.device) -> object:

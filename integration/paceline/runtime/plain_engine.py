@@ -50,6 +50,8 @@ class PlainEngine(DeepSpeedEngine):
     """None: experts stay where they are."""
     lr_scheduler: Any
     _max_change: FlatMaxChange | None = None
+    _loss_scale: tuple[int, float] = (-1, 1.0)
+    """Of the step with this number: to ask for it may mean to wait for the device."""
 
     def __init__(self, *args: Any, plan: RunPlan, **kwargs: Any) -> None:
         self.plan = plan
@@ -142,7 +144,9 @@ class PlainEngine(DeepSpeedEngine):
 
     def _unit_of_sum(self, num_rows: int) -> float:
         """Factor that makes a gradient that of a loss summed over rows: a loss here is the mean of a micro-batch."""
-        return float(num_rows * self.gradient_accumulation_steps()) / loss_scale_of(self.optimizer)
+        if self._loss_scale[0] != self.global_steps:
+            self._loss_scale = self.global_steps, loss_scale_of(self)
+        return float(num_rows * self.gradient_accumulation_steps()) / self._loss_scale[1]
 
     def natural_gradient_report(self) -> dict[str, float] | None:
         """See :meth:`NaturalGradientPart.report`; None without natural gradients."""

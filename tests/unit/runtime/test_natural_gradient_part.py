@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 
 from paceline.config.natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
@@ -154,9 +156,21 @@ def test_limits_know_the_head_of_any_rank() -> None:
     assert agreed_limits(MaxChangeConfig(layer=0, head=0, total=0), model, names, alone) is None
 
 
-def test_the_loss_scale_is_the_optimizers() -> None:
-    class Scaled:
-        cur_scale = 1024
+def test_the_loss_scale_is_what_deepspeed_multiplies_by() -> None:
+    """Of fp16 without ZeRO it is not what the optimizer says, and fp16 autocast has a scaler elsewhere."""
 
-    assert loss_scale_of(Scaled()) == 1024.0
-    assert loss_scale_of(torch.optim.SGD([nn.Parameter(torch.zeros(1))])) == 1.0
+    class Optimizer(ZeROOptimizer):
+        torch_autocast_gradscaler: Any = None
+
+    def scale(optimizer: Any, scaler: Any = None, **attributes: Any) -> float:
+        vars(optimizer).update(attributes)
+        engine: Any = SimpleNamespace(optimizer=optimizer, torch_autocast_z0_gradscaler=scaler)
+        return loss_scale_of(engine)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    assert scale(Optimizer(), loss_scale=1024) == 1024.0
+    assert scale(Optimizer()) == 1.0
+    assert scale(Optimizer(), loss_scale=1, torch_autocast_gradscaler=scaler) == 64.0
+    assert scale(torch.optim.SGD([nn.Parameter(torch.zeros(1))])) == 1.0
+    assert scale(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), scaler) == 64.0
+    assert scale(SimpleNamespace(cur_scale=1024, loss_scale=1024)) == 1.0
