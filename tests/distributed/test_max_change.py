@@ -397,6 +397,32 @@ def assert_flat_is_limited(ranks: list[dict[str, Any]], dtype: str, optimizer: s
         assert rank["wide reports"][0]["num_limited"] == 0
 
 
+def thawed() -> list[float]:
+    """How far the first layer goes in each of two steps, before the second of which it is thawed."""
+    import deepspeed
+
+    from paceline.optim.zero_max_change import FlatMaxChange
+
+    model = small_model()
+    model[0].requires_grad_(False)
+    optimizer = {"type": "SGD", "params": {"lr": 100.0}}
+    config = {"train_batch_size": 4, "optimizer": optimizer, "steps_per_print": None}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine.max_change = FlatMaxChange(engine, FLAT_LIMITS)
+    found, before = [], torch.cat([p.detach().flatten() for p in model[0].parameters()])
+    for step in range(2):
+        assert flat_step(engine, step)
+        found.append(float((torch.cat([p.detach().flatten() for p in model[0].parameters()]) - before).norm()))
+        model[0].requires_grad_()
+    return found
+
+
+def test_a_layer_that_is_thawed_later_is_limited_too() -> None:
+    frozen, limited = run_ranks(thawed, 1)[0]
+    assert frozen == 0
+    assert 0.0 < limited <= FLAT_LIMITS.layer + 1e-6
+
+
 def expert_change(family: str, zero: int, ep: int, limits: Limits | None) -> dict[str, Any]:
     """What the first step changes on this rank: of each parameter, and of layers over the ranks."""
     import deepspeed

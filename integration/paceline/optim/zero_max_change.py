@@ -53,7 +53,8 @@ class FlatMaxChange:
         self._masters = masters_of(engine.optimizer)
         self._changes: Changes | None = None
         self._outcome = StepOutcome()
-        own = sorted({self._layer_of(name, p) for name, p in engine.module.named_parameters() if p.requires_grad})
+        # Those that are frozen too, since they may be trained later.
+        own = sorted({self._layer_of(name, p) for name, p in engine.module.named_parameters()})
         found: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, own, group=self._group)
         self._layers = sorted({layer for layers in found for layer in layers})
