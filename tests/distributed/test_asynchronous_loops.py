@@ -71,6 +71,44 @@ def test_what_a_loop_does_between_steps_changes_nothing(habit: str) -> None:
         assert with_it == without
 
 
+def rate_of(step: int) -> float:
+    return 0.5**step
+
+
+def with_rates_of_steps(by_hand: bool) -> Any:
+    """Rates, losses and weights of a run whose rate halves with each step."""
+    import paceline
+
+    def halving(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    config = ds_config(gradient_accumulation_steps=8, optimizer={"type": "SGD", "params": {"lr": 1.0}})
+    config["paceline"] = {"pipeline": {"stages": 2, "schedule": "one_direction"}}
+    engine, *_ = paceline.initialize(
+        model=model_config("llama"), config=config, lr_scheduler=None if by_hand else halving
+    )
+    batches, losses, rates = data(), [], []
+    for step in range(4):
+        if by_hand:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = rate_of(step)
+        rates.append(engine.get_lr()[0])
+        losses.append(engine.train_batch(batches))
+    engine.flush()
+    weights = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    engine.destroy()
+    return rates, [loss.item() for loss in losses], weights
+
+
+def test_each_update_has_the_learning_rate_of_its_step_on_all_stages() -> None:
+    """The first stage's gradients of a step are complete when the loop has set the rate of the next one."""
+    wanted, found = run_ranks(with_rates_of_steps, 2, False), run_ranks(with_rates_of_steps, 2, True)
+    for (rates, losses, weights), (own_rates, own_losses, own_weights) in zip(wanted, found, strict=True):
+        assert rates == own_rates == [rate_of(step) for step in range(4)]
+        assert losses == own_losses
+        assert all(torch.equal(weight, own_weights[name]) for name, weight in weights.items())
+
+
 class DevicesWork:
     """Work of a GPU beside the computation that it waits for: updates whose hosts are past their barrier."""
 

@@ -38,6 +38,9 @@ from .step_outcome import StepOutcome
 from .step_sums import GradientNorm, ShardedMaxChange
 from .task_queue import Task, TaskQueue, Times
 
+Options = list[dict[str, Any]]
+"""Of an optimizer's groups of parameters."""
+
 
 @dataclass(eq=False)
 class _Update:
@@ -45,14 +48,14 @@ class _Update:
 
     Args:
         taken: gradients by section.
-        options: of the optimizer's groups, as they were when the step was finished.
+        options: of the optimizer's groups, as they were when the step began.
         scale: what gradients were multiplied by.
         squares: of the gradients, known when it is made.
         limited: what became of its change, if changes have limits; known then too.
     """
 
     taken: dict[int, list[Taken]] = field(default_factory=dict)
-    options: list[dict[str, Any]] = field(default_factory=list)
+    options: Options = field(default_factory=list)
     scale: float = 1.0
     squares: float = 0.0
     limited: Outcome | None = None
@@ -137,11 +140,28 @@ class AsynchronousUpdates:
             self._num_reduced += 1
             self._tasks.put(partial(self._reduce, update.taken[other]))
 
-    def finish_step(self, rate_factor: float = 1.0) -> None:
-        """All sections are complete: the update may be made, with the options and the loss scale of this moment.
+    def options(self, rate_factor: float = 1.0) -> Options:
+        """Those of the optimizer's groups at this moment, for the update of a step that begins.
 
         Args:
             rate_factor: by which the update's learning rates are multiplied.
+        """
+        # Learning-rate schedulers look whether there was a step before their own.
+        self._basic._opt_called = True  # type: ignore[attr-defined]
+        options = [
+            {key: value.clone() if torch.is_tensor(value) else value for key, value in group.items()}
+            for group in self._basic.param_groups
+        ]
+        if rate_factor != 1.0:
+            for group in options:
+                group["lr"] = group["lr"] * rate_factor
+        return options
+
+    def finish_step(self, options: Options | None = None) -> None:
+        """All sections are complete: the update may be made, with the loss scale of this moment.
+
+        Args:
+            options: what :meth:`options` gave when the step began; None: those of this moment.
 
         Raises:
             Exception: what went wrong in the thread, if anything did.
@@ -150,18 +170,10 @@ class AsynchronousUpdates:
         missing = sorted(set(self._sections) - self._completed)
         assert not missing, f"the step is finished, and its sections {missing} are not complete"
         update, self._unfinished = self._unfinished, _Update()
-        update.options = [
-            {key: value.clone() if torch.is_tensor(value) else value for key, value in group.items()}
-            for group in self._basic.param_groups
-        ]
-        if rate_factor != 1.0:
-            for group in update.options:
-                group["lr"] = group["lr"] * rate_factor
+        update.options = self.options() if options is None else options
         update.scale = self._outcome.loss_scale * self._divisor
         self._completed.clear()
         self._num_reduced = 0
-        # Learning-rate schedulers look whether there was a step before their own.
-        self._basic._opt_called = True  # type: ignore[attr-defined]
         update.task = self._tasks.put(partial(self._make, update))
         self.pending.append(update)
 
@@ -258,7 +270,7 @@ class AsynchronousUpdates:
                     view_at(taken.values, offset, owned.master).copy_(owned.master)
         publish([(taken.buffers.part, taken.values) for taken in buckets], self._tasks.times())
 
-    def _step_with(self, options: list[dict[str, Any]]) -> Remembered:
+    def _step_with(self, options: Options) -> Remembered:
         """Step by means of a twin: schedulers change the options of the optimizer itself meanwhile."""
         basic, twin = self._basic, self._twin
         twin.__dict__.update({key: value for key, value in vars(basic).items() if key != "step"})  # schedulers wrap it

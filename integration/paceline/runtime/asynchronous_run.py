@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.checkpoint import CheckpointError
 
 from ..averaging.averager import Averager
@@ -51,9 +51,6 @@ LEAVE_S = timedelta(seconds=30)
 COME, GONE = "come", "gone"
 """Verdicts of ranks about whether all have come to the end."""
 
-OF_DEEPSPEED = "last_batch_iteration"
-"""What its own schedulers count."""
-
 _NAMES = count()
 """Numbers of this process's engines; ranks make the same ones."""
 
@@ -79,7 +76,8 @@ class AsynchronousRun:
     * :meth:`train_batch` reads one step ahead, if it gets the same iterator at each step.
     * The loss that it returns waits for the other ranks when somebody looks at it; the gradient norm is that of the
       last update in the model. A request to stop is seen a step later.
-    * A learning rate's scheduler steps when the gradients of a step are complete, finite or not.
+    * An update has the learning rate, and the other options of the optimizer, with which its step began. Its
+      scheduler steps at the end of each call, whether gradients turn out to be finite or not.
 
     Args:
         engine: whose counters, module and learning rate are DeepSpeed's.
@@ -132,26 +130,6 @@ class AsynchronousRun:
         """Whether all steps that have begun are done."""
         return not self._begun
 
-    def next_rates(self) -> list[float] | None:
-        """Learning rates of the parameter groups for the next step, though gradients of earlier ones are incomplete
-        here, and the scheduler has not stepped for them; None where nothing is under way, or the scheduler is one that
-        does not tell."""
-        scheduler = self._engine.lr_scheduler
-        ahead = 0 if self._updates is None else self._number - self._updates.num_steps
-        if ahead == 0:
-            return None
-        if isinstance(scheduler, LambdaLR):
-            factors = (factor(scheduler.last_epoch + ahead) for factor in scheduler.lr_lambdas)
-            return [float(rate * factor) for rate, factor in zip(scheduler.base_lrs, factors, strict=True)]
-        if scheduler is None or OF_DEEPSPEED not in vars(scheduler):
-            return None
-        count = vars(scheduler)[OF_DEEPSPEED]
-        vars(scheduler)[OF_DEEPSPEED] = count + ahead  # not of a copy: a scheduler may have methods of its own bound
-        try:
-            return [float(rate) for rate in scheduler.get_lr()]
-        finally:
-            vars(scheduler)[OF_DEEPSPEED] = count
-
     def train_batch(self) -> Tensor:
         """Run one window.
 
@@ -170,6 +148,8 @@ class AsynchronousRun:
             self._begun += 1
             engine.global_steps += 1
             engine.global_samples += engine.train_batch_size()
+            if engine.lr_scheduler is not None:
+                engine.lr_scheduler.step()
         loss = self._losses.of_step(self._book.total)
         self._losses.tell(loss)
         return loss

@@ -719,12 +719,6 @@ class PacelineEngine(PipelineEngine):
         WATCH.idle()
         return result
 
-    def get_lr(self) -> list[float]:
-        """As DeepSpeed's: of each parameter group for the next step, also where earlier ones are under way."""
-        run = getattr(self, "asynchronous", None)
-        rates = None if run is None else run.next_rates()
-        return list(super().get_lr()) if rates is None else rates
-
     def run_forwards(self, num_micro_batches: int) -> None:
         """Run the forwards of so many micro-batches, which have been agreed on."""
         self._exec_schedule(self._inference_schedule(num_micro_batches))

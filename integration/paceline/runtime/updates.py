@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ..optim.asynchronous_updates import AsynchronousUpdates
+from ..optim.asynchronous_updates import AsynchronousUpdates, Options
 from ..optim.sharded import ShardedOptimizer
 
 
@@ -37,7 +37,7 @@ class StreamUpdates:
     """Updates that are made beside the computation, and applied when the program says so.
 
     Args:
-        engine: DeepSpeed's; its scheduler steps, and it keeps the last update's figures.
+        engine: DeepSpeed's; it keeps the last update's figures.
         num_held: stages of this rank, each of which completes a step.
         applied: called when new values are in the model.
     """
@@ -47,10 +47,8 @@ class StreamUpdates:
     ) -> None:
         self._engine, self._optimizer, self._num_held, self._applied = engine, optimizer, num_held, applied
         self._completed = 0
-        self._rate_factors: deque[float] = deque()
-        """Factors for the steps that have begun and are not complete here."""
-        self.num_steps = 0
-        """Steps of which this rank's gradients are complete; the scheduler has stepped as often."""
+        self._options: deque[Options] = deque()
+        """Of the optimizer, for the updates of the steps that have begun and are not complete here."""
 
     @property
     def _updates(self) -> AsynchronousUpdates:
@@ -60,8 +58,9 @@ class StreamUpdates:
         return updates
 
     def begin_step(self, rate_factor: float) -> None:
-        """All ranks know of a step, whose update has its learning rates multiplied by ``rate_factor``."""
-        self._rate_factors.append(rate_factor)
+        """All ranks know of a step, whose update has the optimizer's options of now, also where later steps have begun
+        when its gradients are complete; its learning rates are multiplied by ``rate_factor``."""
+        self._options.append(self._updates.options(rate_factor))
 
     def backward_complete(self, stage: int) -> None:
         """Close the stage's gradients; those of the last stage here complete the step."""
@@ -69,10 +68,7 @@ class StreamUpdates:
         self._completed += 1
         if self._completed == self._num_held:
             self._completed = 0
-            self._updates.finish_step(self._rate_factors.popleft())
-            self.num_steps += 1
-            if self._engine.lr_scheduler is not None:
-                self._engine.lr_scheduler.step()
+            self._updates.finish_step(self._options.popleft())
 
     def apply(self) -> None:
         engine, optimizer = self._engine, self._optimizer
