@@ -185,6 +185,7 @@ def train_until_data_ends(stages: int, batches: int) -> list[str]:
 
 def calls_with_other_things() -> list[str]:
     import paceline
+    from paceline.schedules import asynchronous
 
     engine, *_ = paceline.initialize(model=model_config(), config=ds_config(1))
     told = []
@@ -192,6 +193,7 @@ def calls_with_other_things() -> list[str]:
         lambda: engine.train_batch(step_batches(0)),
         lambda: engine.eval_batch(step_batches(0)),
         lambda: engine.set_schedule("gpipe"),
+        lambda: engine.set_schedule(asynchronous.one_direction(1, 4)),
         lambda: engine.save_16bit_model("."),
         engine.module_state_dict,
         engine.offload_states,
@@ -204,13 +206,14 @@ def calls_with_other_things() -> list[str]:
 
 
 def test_calls_with_something_else_say_what_to_give() -> None:
-    [(data, evaluated, schedule, saved, state_dict, offloaded)] = run_ranks(calls_with_other_things, 1)
+    [(data, evaluated, schedule, stream, saved, state_dict, offloaded)] = run_ranks(calls_with_other_things, 1)
     assert data == "the data is a list: give an iterator over micro-batches, iter(...), made once for all steps."
     assert evaluated == data
     assert "paceline.export(engine.module, directory, engine.control)" in saved
     assert "engine.module.state_dict() for the layers of this rank" in state_dict
     assert "save a checkpoint, call engine.destroy()" in offloaded
     assert schedule == "set_schedule('gpipe'): give a schedule, paceline.schedules.make('gpipe', 1, 4)."
+    assert stream.startswith("set_schedule('one_direction'): that has no flush, and an engine is made for it: write it")
 
 
 def evaluated_otherwise() -> tuple[list[str], Any, float]:

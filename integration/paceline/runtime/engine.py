@@ -346,7 +346,7 @@ class PacelineEngine(PipelineEngine):
         Raises:
             ValueError: it cannot be run: of another shape, incomplete, or with a deadlock; or the engine was made for
                 a schedule that it keeps.
-            TypeError: a name instead of a schedule.
+            TypeError: a name instead of a schedule, or one without a flush.
             RuntimeError: the engine was destroyed.
         """
         self.half_way.check_goes_on()
@@ -354,6 +354,11 @@ class PacelineEngine(PipelineEngine):
             raise TypeError(
                 f"set_schedule({schedule!r}): give a schedule, paceline.schedules.make({schedule!r}, "
                 f"{self.num_stages}, {self.run_micro_batches})."
+            )
+        if isinstance(schedule, Stream):
+            raise TypeError(
+                f"set_schedule({schedule.name!r}): that has no flush, and an engine is made for it: write it into the "
+                "JSON, and make another engine, with the last checkpoint."
             )
         if self.mirrors is not None:
             raise ValueError(

@@ -253,9 +253,17 @@ def make(
         from .asynchronous import STREAMS
         from .split_families import SPLIT_FAMILIES
 
-        others = (INTERLEAVED, DUALPIPEV, *SPLIT_FAMILIES, *STREAMS)
-        rule = "has a function of its own" if type in others else "is unknown"
-        raise ValueError(f"schedule type {type!r} {rule}: choose one of {', '.join(FAMILIES)}.")
+        own = {
+            "families": (INTERLEAVED, DUALPIPEV),
+            "split_families": tuple(SPLIT_FAMILIES),
+            "asynchronous": tuple(STREAMS),
+        }
+        for module, types in own.items():
+            if type in types:
+                raise ValueError(
+                    f"schedule type {type!r} has a function of its own: call paceline.schedules.{module}.{type}."
+                )
+        raise ValueError(f"schedule type {type!r} is unknown: choose one of {', '.join(FAMILIES)}.")
     given = {name: value for name, value in (("k", k), ("slack", slack), ("warmup", warmup)) if value is not None}
     for name, value in given.items():
         if name not in _PARAMETERS[type]:

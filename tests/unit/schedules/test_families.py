@@ -172,7 +172,14 @@ def test_make_gives_the_family_that_is_named():
         (lambda: families.interleaved(4, 2**24, 4), r"16777216 micro-batches on 16 stages are more than"),
         (lambda: families.dualpipev(4, 2**30), r"1073741824 micro-batches on 8 stages are more than"),
         (lambda: families.interleaved(4, 6, 2), r"num_micro_batches=6 is no multiple of num_ranks=4"),
-        (lambda: make("zbh1", 4, 8), r"schedule type 'zbh1' has a function of its own: choose one of 1f1b, gpipe"),
+        (
+            lambda: make("zbh1", 4, 8),
+            r"'zbh1' has a function of its own: call paceline\.schedules\.split_families\.zbh1\.$",
+        ),
+        (
+            lambda: make("interleaved", 4, 8),
+            r"a function of its own: call paceline\.schedules\.families\.interleaved\.$",
+        ),
         (lambda: make("1F1B", 4, 8), r"schedule type '1F1B' is unknown: choose one of 1f1b, gpipe, kfkb, eager"),
         (lambda: make("gpipe", 4, 8, k=2), r"k=2 has no meaning for the schedule 'gpipe': leave it out"),
         (lambda: make("kfkb", 4, 8), r"'kfkb' needs k"),
