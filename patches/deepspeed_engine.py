@@ -1,4 +1,5 @@
-"""``deepspeed/runtime/engine.py``: an optimizer of one's own with a MoE model; a whole state dict after AutoEP."""
+"""``deepspeed/runtime/engine.py``: an optimizer of one's own with a MoE model; a whole state dict after AutoEP; the
+loss scale of fp16 without ZeRO."""
 
 from __future__ import annotations
 
@@ -119,6 +120,27 @@ def save_16bit_model(original: Callable[..., bool]) -> Callable[..., bool]:
     return save_16bit_model
 
 
+def scale_without_zero(optimizer: object) -> float:
+    """Factor by which the optimizer of fp16 without ZeRO divides gradients; 1.0 for any other one."""
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    return float(optimizer.loss_scale) if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)) else 1.0
+
+
+def backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``DeepSpeedEngine.backward`` that multiplies by the scale by which the step of fp16 without ZeRO divides."""
+
+    def backward(self: DeepSpeedEngine, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        scale = scale_without_zero(self.optimizer)
+        if scale == 1.0:
+            return original(self, loss, *args, **kwargs)
+        scaled = original(self, loss.float() * scale, *args, **kwargs)
+        return (scaled.detach() / scale).to(loss.dtype)
+
+    return backward
+
+
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 
 MOE_GROUPS = Patch(
@@ -154,4 +176,15 @@ SAVE_16BIT = Patch(
     applied_by=BY_REPAIR,
 )
 
-PATCHES = (MOE_GROUPS, WHOLE_STATE_DICT, SAVE_16BIT)
+LOSS_SCALE = Patch(
+    target=f"{_ENGINE}.backward",
+    make=backward,
+    requires="deepspeed>=0.19.8,<0.20",
+    reason="fp16 without ZeRO divides gradients by a loss scale that no loss was multiplied by: little is learned",
+    removable_when="DeepSpeedEngine.backward multiplies the loss where its optimizer is FP16_Optimizer",
+    watches=f"{_ENGINE}.backward",
+    fingerprint="89aab0f80f1a",
+    applied_by=BY_REPAIR,
+)
+
+PATCHES = (MOE_GROUPS, WHOLE_STATE_DICT, SAVE_16BIT, LOSS_SCALE)

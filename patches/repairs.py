@@ -33,6 +33,7 @@ REPAIRS: dict[str, tuple[Patch, ...]] = {
     "expert-placement": deepspeed_checkpoint.PATCHES,
     "optimizer-states": deepspeed_zero.PATCHES,
     "receive-pool": deepspeed_pipe_engine.PATCHES,
+    "loss-scale": (deepspeed_engine.LOSS_SCALE,),
     "moe-section": (deepspeed_initialize.SECTION,),
 }
 """Patches by the name of the repair that they make together."""

@@ -18,6 +18,7 @@ from ..comm.control import Gather
 from ..config.natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
 from ..optim.max_change import Limits
 from ..optim.natural_layers import NaturalGradients
+from ..patches.deepspeed_engine import LOSS_SCALE, scale_without_zero
 from ..state.rank_states import RankStates
 
 logger = logging.getLogger("paceline")
@@ -157,8 +158,9 @@ def loss_scale_of(engine: DeepSpeedEngine) -> float:
     optimizer = engine.optimizer
     if isinstance(optimizer, ZeROOptimizer):
         scaler, scale = optimizer.torch_autocast_gradscaler, getattr(optimizer, "loss_scale", 1.0)
-    else:  # those of fp16 without ZeRO have a scale that DeepSpeed's engine does not multiply by
-        scaler, scale = engine.torch_autocast_z0_gradscaler, 1.0
+    else:
+        scaler = engine.torch_autocast_z0_gradscaler
+        scale = scale_without_zero(optimizer) if LOSS_SCALE.is_applied() else 1.0  # DeepSpeed multiplies by none
     return float(scale if scaler is None else scaler.get_scale())
 
 

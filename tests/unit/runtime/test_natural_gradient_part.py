@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
 from paceline.config.natural_gradient_keys import MaxChangeConfig, NaturalGradientConfig
+from paceline.patches.repairs import repair_deepspeed
 from paceline.runtime.natural_gradient_part import NaturalGradientPart, agreed_limits, loss_scale_of
 
 CPU = torch.device("cpu")
@@ -157,7 +160,7 @@ def test_limits_know_the_head_of_any_rank() -> None:
 
 
 def test_the_loss_scale_is_what_deepspeed_multiplies_by() -> None:
-    """Of fp16 without ZeRO it is not what the optimizer says, and fp16 autocast has a scaler elsewhere."""
+    """Of fp16 without ZeRO it is what the optimizer says once DeepSpeed is repaired; fp16 autocast has a scaler."""
 
     class Optimizer(ZeROOptimizer):
         torch_autocast_gradscaler: Any = None
@@ -173,4 +176,8 @@ def test_the_loss_scale_is_what_deepspeed_multiplies_by() -> None:
     assert scale(Optimizer(), loss_scale=1, torch_autocast_gradscaler=scaler) == 64.0
     assert scale(torch.optim.SGD([nn.Parameter(torch.zeros(1))])) == 1.0
     assert scale(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), scaler) == 64.0
-    assert scale(SimpleNamespace(cur_scale=1024, loss_scale=1024)) == 1.0
+    without_zero = FP16_UnfusedOptimizer.__new__(FP16_UnfusedOptimizer)
+    without_zero.loss_scale_config = LossScaleConfig(torch.float16, False, 1024.0, None)
+    assert scale(without_zero, custom_loss_scaler=False) == 1.0
+    with repair_deepspeed("loss-scale"):
+        assert scale(without_zero) == 1024.0
