@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +161,21 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer.get_chat_template()
 
 
+def without_filled(value: Any, kind: Any) -> Any:
+    """``value`` without the keys that Arrow filled with None: in a typed column each dictionary has those of all rows.
+
+    Args:
+        kind: its feature, of the datasets library; dictionaries in a column of JSON have their own keys, and keep them.
+    """
+    if isinstance(kind, Mapping) and isinstance(value, Mapping):
+        return {key: without_filled(item, kind[key]) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_filled(item, getattr(kind, "feature", None)) for item in value]
+    return value
+
+
 def _checked(column: str, messages: Any) -> list[dict[str, Any]]:
-    """``messages`` without the keys that Arrow filled with None."""
+    """``messages`` without keys whose value is None."""
     rule = f"{column!r} must be a list of messages, each with a `role` and a `content`, both strings"
     if not isinstance(messages, (list, tuple)) or not messages:
         found = "it is empty" if messages in ([], ()) else f"it is a {type(messages).__name__}"

@@ -115,8 +115,9 @@ def prepare(
     held_out = None if raw.held_out is None else rows(raw.held_out, data_args.max_eval_samples, HELD_OUT)
     if isinstance(raw.train, Dataset):
         return Data(rows(raw.train, data_args.max_train_samples, "training data"), held_out, block_size, made_by)
-    make = sample_maker(kinds[0], tokenizer, block_size, completion_only, raw.train.what)
-    stream = RowStream(raw.train, make, collate, block_size, seed, joined=is_joined(raw.train))
+    train = raw.train
+    make = sample_maker(kinds[0], tokenizer, block_size, completion_only, train.what, train.features)
+    stream = RowStream(train, make, collate, block_size, seed, joined=is_joined(train))
     return Data(stream, held_out, block_size, made_by)
 
 

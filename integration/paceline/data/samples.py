@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..hf.arguments import DataArguments
 from . import chat, instructions
-from .chat import IGNORED, Sample, messages_sample, pair_sample
+from .chat import IGNORED, Sample, messages_sample, pair_sample, without_filled
 from .instructions import messages_of, pair_of
 from .rows import digest
 
@@ -137,10 +137,14 @@ def sample_maker(
     max_length: int | None,
     completion_only: bool,
     what: str = "training data",
+    features: Mapping[str, Any] | None = None,
 ) -> Callable[[Sequence[dict[str, Any]]], list[Sample | None]]:
     """A function from rows to samples of at most ``max_length`` tokens; None: without a label, to be dropped.
 
     Long texts become several samples, long conversations and completions lose their end.
+
+    Args:
+        features: the rows' kinds of columns, where they are known.
 
     Raises:
         ValueError: (the function) a row is not what its kind says.
@@ -161,6 +165,8 @@ def sample_maker(
         return samples
 
     def sample(row: dict[str, Any]) -> Sample | None:
+        if features is not None:
+            row = {name: without_filled(value, features[name]) for name, value in row.items()}
         try:
             if kind in ("messages", "conversations"):
                 messages = row["messages"] if kind == "messages" else messages_of(row)
@@ -198,7 +204,7 @@ def make_samples(
         ValueError: a row is not what its columns say, or no sample is left.
     """
     kind = kind_of(dataset.column_names)
-    make = sample_maker(kind, tokenizer, max_length, completion_only, what)
+    make = sample_maker(kind, tokenizer, max_length, completion_only, what, dataset.features)
     names = ["input_ids"] if kind in (TEXT, LINE) else ["input_ids", "labels"]
     rules = inspect.getsource(chat) + inspect.getsource(instructions) + inspect.getsource(sample_maker)
 

@@ -52,6 +52,9 @@ class RawStream:
     ) -> None:
         self._dataset, self._columns, self.what = dataset, columns, what
         self.column_names = list(columns.values())
+        known = dataset.features
+        self.features = None if known is None else {new: known[old] for old, new in columns.items()}
+        """Kinds of the columns, under their new names; None: not known."""
         self._buffer_size, self.shuffled, self._seed = shuffle_buffer_size, shuffle_buffer_size > 0, seed
 
     def first(self, num_rows: int | None) -> list[dict[str, Any]]:

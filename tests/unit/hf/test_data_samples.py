@@ -82,6 +82,34 @@ def test_tools_reach_the_template() -> None:
     assert made.decode(messages_sample(made, TALK, [])[0]).startswith("<system>")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_keys_of_other_rows_are_in_no_call_and_no_tool(streaming: bool, tmp_path: Path) -> None:
+    """A typed column, as parquet files have it, has every key of any row in all of them, some with None."""
+    template = (
+        "{% if tools %}{{ tools }}{% endif %}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}"
+    )
+    calls = tokenizer(template + "{% endfor %}")
+    given: list[dict[str, Any]] = [
+        {
+            "messages": [
+                {"role": "user", "content": "Go"},
+                {"role": "assistant", "tool_calls": [{"arguments": {name: 1}}]},
+            ],
+            "tools": [{"properties": {name: {"type": "integer"}}}],
+        }
+        for name in ("day", "hour")
+    ]
+    file = tmp_path / "calls.parquet"
+    Dataset.from_list(given).to_parquet(file)
+    options: dict[str, Any] = {"streaming": True, "shuffle_buffer_size": 0} if streaming else {}
+    args = DataArguments(train_file=str(file), validation_split_percentage=0, block_size=400, **options)
+    found = data.prepare(read(args, seed=0, cache_dir=str(tmp_path)), args, calls, LlamaConfig(), seed=0)
+    plan = BatchPlan(num_samples=found.num_samples, micro_batch_size=1, micro_batches_per_step=2)
+    batches = found.training_batches(plan)
+    texts = {calls.decode(next(batches)["input_ids"][0]) for _ in given}
+    assert texts == {calls.apply_chat_template(row["messages"], row["tools"], tokenize=False) for row in given}
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
