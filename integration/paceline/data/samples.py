@@ -92,8 +92,9 @@ def choose_columns(what: str, columns: Sequence[str], strings: Sequence[str], ar
             f"{what}: there is no column{asked} of strings; the columns are {listed}. "
             f"Remedy: --text_column with one that has strings ({', '.join(strings) or 'there is none'})."
         )
-    if not is_chosen and (others or (column != TEXT and len(strings) > 1)):
-        remedy = f"--sample_kind {others[0]} for the others" if others else "--text_column for another one"
+    if not is_chosen and (others or (column != TEXT and len(columns) > 1)):
+        remedy = "--text_column for another one" if len(strings) > 1 else "the names messages, or prompt and completion"
+        remedy = f"--sample_kind {others[0]} for the others" if others else remedy
         logger.warning("%s: of the columns %s only %r is learned. Remedy: %s", what, listed, column, remedy)
     return {column: TEXT}
 

@@ -300,6 +300,7 @@ def test_instructions_beside_a_text_are_told(tmp_path: Path, caplog: pytest.LogC
     for row, told in (
         ({**ALPACA, "text": "all"}, "only 'text' is learned. Remedy: --sample_kind instruction"),
         ({"question": "One?", "answer": "two"}, "only 'question' is learned. Remedy: --text_column"),
+        ({"Messages": TALK, "source": "web"}, "only 'source' is learned. Remedy: the names messages, or prompt"),
         ({"text": "all", "url": "there"}, ""),
     ):
         caplog.clear()
