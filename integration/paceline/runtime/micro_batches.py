@@ -145,7 +145,8 @@ def read_micro_batch(batch: object) -> MicroBatch:
 def recut(loaded: Sequence[MicroBatch], size: int, count: int) -> list[MicroBatch]:
     """The same samples in the same order, as ``count`` micro-batches of ``size``.
 
-    Rows of different lengths that come together are padded on the right, with a mask that says so.
+    Rows of different lengths that come together are padded on the right, with a mask that says so; with positions the
+    padding begins anew, like a sample: beside a mask, transformers would let packed samples attend to one another.
 
     Raises:
         ValueError: there are not ``size * count`` samples.
@@ -158,7 +159,7 @@ def recut(loaded: Sequence[MicroBatch], size: int, count: int) -> list[MicroBatc
         )
     length = max(batch.input_ids.shape[1] for batch in loaded)
     names = {name for batch in loaded for name in batch.side}
-    if any(batch.input_ids.shape[1] < length for batch in loaded):
+    if "position_ids" not in names and any(batch.input_ids.shape[1] < length for batch in loaded):
         names.add("attention_mask")
     ids = torch.cat([_padded(batch.input_ids, length, 0) for batch in loaded])
     labels = torch.cat([_padded(batch.labels, length, IGNORED) for batch in loaded])

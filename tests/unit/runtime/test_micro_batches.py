@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.hf.masks import IGNORED
 from paceline.runtime.causal_lm_steps import CausalLMSteps
@@ -70,7 +71,28 @@ def test_position_ids_go_with_their_samples_and_count_up_where_there_were_none()
     loaded = [micro_batch(1, 4, 10, position_ids=positions), micro_batch(1, 3, 20)]
     (cut,) = recut(loaded, 2, 1)
     assert cut.side["position_ids"].tolist() == [[0, 1, 0, 1], [0, 1, 2, 0]]
-    assert cut.side["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    assert cut.labels.tolist()[1] == [20, 21, 22, IGNORED]
+
+
+def test_samples_of_packed_rows_are_kept_apart_where_the_rows_are_padded() -> None:
+    """The loss of the rows as they were: with a mask for the padding, transformers does not look at the positions."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=97,
+        initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    lengths = [(5, 4), (6, 7)]
+    loaded = [
+        micro_batch(1, sum(row), 20, position_ids=torch.cat([torch.arange(n) for n in row])[None]) for row in lengths
+    ]
+
+    @torch.no_grad()
+    def loss(batches: list[MicroBatch]) -> float:
+        found = [model(batch.input_ids, labels=batch.labels, **batch.side, use_cache=False).loss for batch in batches]
+        return float(sum(one * count_label_tokens(batch.labels) for one, batch in zip(found, batches, strict=True)))
+
+    assert loss(recut(loaded, 2, 1)) == pytest.approx(loss(loaded), rel=1e-5)
 
 
 def test_cutting_back_gives_what_was_there() -> None:
