@@ -61,8 +61,11 @@ def messages_sample(
         return _encode(tokenizer, text, [(0, len(text))])
     spans = []
     for index in (index for index, message in enumerate(messages) if message["role"] == "assistant"):
-        before = _apply(tokenizer, messages[:index], tools, add_generation_prompt=True) if index else ""
+        before = _apply(tokenizer, messages[: max(index, 1)], tools, add_generation_prompt=True)
         with_turn = _apply(tokenizer, messages[: index + 1], tools)
+        if index == 0:  # most templates cannot render what comes before, a conversation without a message
+            head = before.removeprefix(with_turn)
+            before = with_turn[: with_turn.find(head) + len(head)] if head in with_turn else ""
         if not (with_turn.startswith(before) and text.startswith(with_turn)):
             raise ValueError(
                 f"the chat template changes what came before when a message is added (message {index}), so the "

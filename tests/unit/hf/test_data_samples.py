@@ -67,6 +67,13 @@ def test_templates_that_mark_the_generation_agree() -> None:
     assert messages_sample(tokenizer(MARKED), TALK) == messages_sample(tokenizer(PLAIN), TALK)
 
 
+def test_what_stands_before_an_assistant_that_speaks_first_has_no_loss() -> None:
+    """As where the template marks the turns: neither the name of the speaker nor a system prompt of the template's."""
+    marked, plain = (tokenizer("Be brief. " + template) for template in (MARKED, PLAIN))
+    assert learned(plain, messages_sample(plain, TALK[2:])) == "1 é 你好</s>2</s>"
+    assert messages_sample(marked, TALK[2:]) == messages_sample(plain, TALK[2:])
+
+
 def test_a_template_that_rewrites_the_past_is_refused_unless_it_marks_it() -> None:
     with pytest.raises(ValueError, match=r"changes what came before .*\(message 2\).*Remedy: --chat_template_path"):
         messages_sample(tokenizer(UNSTABLE), TALK)
