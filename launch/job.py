@@ -113,6 +113,7 @@ class Job:
                 plans_unasked=True,
                 kept=self.kept,
             )
+            self._check_rows(resolved)
             self._tell_what_is_left_out(self._plan(resolved))  # there is data for a step
             fault = combining_fault(self.section, self.inputs.data.held_out is not None, NO_HELD_OUT)
             if fault is not None:
@@ -192,6 +193,16 @@ class Job:
                 "each epoch leaves out %d of %d samples, others each time, which do not fill a global batch of %d: "
                 "smaller batches (--gradient_accumulation_steps) leave out fewer",
                 *(left, samples, plan.global_batch_size),
+            )
+
+    def _check_rows(self, resolved: RunPlan) -> None:
+        """Refuse packed rows that flash attention would be given two at a time, and then takes for one sample each."""
+        sizes, attention = resolved.schedule.micro_batch_sizes or (), self.model_args.attn_implementation or ""
+        if self.data_args.packing and "flash" in attention and len(sizes) > 1:
+            raise ValueError(
+                f"paceline.pipeline.schedule.micro_batch_sizes is {list(sizes)} with --packing: {attention} keeps "
+                "packed samples apart in micro-batches of one row only; leave one of them out, or take "
+                "--attn_implementation sdpa."
             )
 
     def _num_steps(self, resolved: RunPlan) -> int:

@@ -92,6 +92,11 @@ CASES: dict[str, tuple[dict[str, Any], Any, str]] = {
         section(stages=2),
         r"3 training samples: less than one global batch.*= 16\. Remedy",
     ),
+    "packed rows of flash attention in micro-batches of several sizes": (
+        {"packing": True, "attn_implementation": "flash_attention_2"},
+        section(stages=2, schedule={"type": "adaptive", "micro_batch_sizes": [1, 2]}),
+        r"micro_batch_sizes is \[1, 2\] with --packing: flash_attention_2 keeps packed samples apart in .*one row only",
+    ),
     "block longer than the model": ({"block_size": 128}, None, r"--block_size 128: the model has 64 positions"),
 }
 
