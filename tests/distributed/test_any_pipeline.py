@@ -126,6 +126,7 @@ HUGGING_FACE_ONLY: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "recompute": ({"recompute": 1}, "recompute is 1 and .* DeepSpeed recomputes all"),
     "half_layers": ({"half_layers": True}, "half_layers is true and .* are cut where they are listed"),
+    "head_slices": ({"head_slices": 4}, "head_slices is 4 and .* is cut where it is listed"),
     "compile": ({"compile": True}, "compile is there and .* decoder layers of Hugging Face models"),
     "no flush": ({"schedule": "one_direction"}, "one_direction.* are for Hugging Face models"),
     "compile()": ({}, r"compile\(\) and .* decoder layers of Hugging Face models"),

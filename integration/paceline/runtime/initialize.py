@@ -30,7 +30,7 @@ from ..config import (
     warn_near_misses,
     without_effect,
 )
-from ..config.exclusions import COMPILED, HALVES, LAYERS, NO_FLUSH, RECOMPUTED, UNEQUAL
+from ..config.exclusions import COMPILED, HALVES, HEAD, LAYERS, NO_FLUSH, RECOMPUTED, UNEQUAL
 from ..config.recompute_keys import PATH
 from ..config.section import HETERO, WORK, show, value_at
 from ..config.stage_counts import PARTITION, may_be_late, stages_a_rank
@@ -186,7 +186,7 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
             key = "late_gradients is true" if is_late else f"type {show(kind)}"
             written = (f"paceline.pipeline.schedule.{key}", f"the model is a {type(model).__name__}")
             raise ValueError(exclusion(NO_FLUSH, LAYERS).message(*written))
-        for feature in (UNEQUAL, "recompute", HALVES, COMPILED):
+        for feature in (UNEQUAL, "recompute", HALVES, HEAD, COMPILED):
             text = Features({}, section).written(feature)
             if text is not None:
                 raise ValueError(exclusion(feature, LAYERS).message(text, f"the model is a {type(model).__name__}"))
