@@ -152,8 +152,25 @@ def refusals() -> dict[str, str]:
     return told
 
 
+def other_stages() -> str:
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    import paceline
+
+    paceline.runtime.initialize.start_distributed()
+    module = PipelineModule(layers=[LayerSpec(nn.Linear, WIDTH, WIDTH)] * 2, num_stages=1, loss_fn=nn.MSELoss())
+    with pytest.raises(ValueError, match=r"stages is 2") as told:
+        paceline.initialize(model=module, config=ds_config(2))
+    return str(told.value)
+
+
 def test_what_is_for_hugging_face_models_is_refused_for_others() -> None:
     (told,) = run_ranks(refusals, 1)
     for name, (_, message) in HUGGING_FACE_ONLY.items():
         assert re.search(message, told[name]), told[name]
         assert "the model is a PipelineModule" in told[name]
+
+
+def test_stages_that_a_module_does_not_have_are_refused() -> None:
+    (told,) = run_ranks(other_stages, 1)
+    assert re.search(r"stages is 2 and the PipelineModule has 1: leave .* out, or make it with num_stages=2\.$", told)

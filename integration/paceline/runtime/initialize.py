@@ -32,8 +32,8 @@ from ..config import (
 )
 from ..config.exclusions import COMPILED, HALVES, HEAD, LAYERS, NO_FLUSH, RECOMPUTED, UNEQUAL
 from ..config.recompute_keys import PATH
-from ..config.section import HETERO, WORK, show, value_at
-from ..config.stage_counts import PARTITION, may_be_late, stages_a_rank
+from ..config.section import HETERO, PLAN, WORK, show, value_at
+from ..config.stage_counts import PARTITION, STAGES, may_be_late, stages_a_rank
 from ..hf.check import require_language_model, require_supported
 from ..hf.peft import config_of_adapters, is_peft_model
 from ..hf.stage import require_whole
@@ -181,6 +181,11 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
     schedule = section.pipeline.schedule
     kind = None if schedule is None else schedule.type
     if not isinstance(model, CausalLMPipeline):
+        if (number := section.pipeline.stages) not in (None, PLAN, model.num_stages):
+            raise ValueError(
+                f"{STAGES} is {number} and the {type(model).__name__} has {model.num_stages}: leave the key out, or "
+                f"make it with num_stages={number}."
+            )
         is_late = may_be_late(section)
         if kind in STREAMS or is_late:
             key = "late_gradients is true" if is_late else f"type {show(kind)}"
