@@ -230,7 +230,14 @@ def _add(draft: Path, known: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _move_into_place(save: Save) -> None:
-    """Rename the draft to its tag, in the place of a checkpoint that may be there."""
+    """Rename the draft to its tag, in the place of a checkpoint that may be there.
+
+    Somebody else's file or folder of that name, such as a checkpoint of DeepSpeed's, is set aside.
+    """
+    if save.target.exists() and not _is_own(save.target):
+        aside = save.root / f"{save.tag}.before-{save.id}"
+        save.target.rename(aside)
+        logger.warning("%s was there and is no checkpoint of paceline: it is %s now", save.target, aside)
     if save.target.exists():
         if not _exchanged(save.draft, save.target):
             # For a moment there is nothing under the tag, so nothing may point to it.
@@ -247,6 +254,14 @@ def _move_into_place(save: Save) -> None:
         save.draft.rename(save.target)
     sync(save.root)
     shutil.rmtree(save.draft, ignore_errors=True)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a checkpoint of ours is, or was, at ``path``: it may be damaged, or an empty folder; no link to one."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    names = (MANIFEST, META, rank_file(0, "json"))
+    return any((path / name).exists() for name in names) or not any(path.iterdir())
 
 
 def _exchanged(one: Path, other: Path) -> bool:

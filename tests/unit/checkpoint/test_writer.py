@@ -212,6 +212,27 @@ def test_a_tag_that_is_there_is_replaced(tmp_path: Path, exchange: bool, monkeyp
     assert hidden(tmp_path) == []
 
 
+def test_what_is_not_ours_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A script may have written its own files there, DeepSpeed a checkpoint, or somebody a link to another disk."""
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "mp_rank_00_model_states.pt").write_text("DeepSpeed's own")
+    (first,) = saved(tmp_path, 1)
+    (folder,) = tmp_path.glob("checkpoint-1.before-*")
+    assert (folder / "mp_rank_00_model_states.pt").read_text() == "DeepSpeed's own"
+    assert f"{first} was there and is no checkpoint of paceline: it is {folder} now" in caplog.text
+    (tmp_path / "checkpoint-2").write_text("a file")
+    (tmp_path / "checkpoint-3").symlink_to(first)
+    saved(tmp_path, 2, 3)
+    (file,) = tmp_path.glob("checkpoint-2.before-*")
+    assert file.read_text() == "a file"
+    (link,) = tmp_path.glob("checkpoint-3.before-*")
+    assert link.resolve() == first
+    (first / "manifest.json").unlink()
+    (tmp_path / "checkpoint-4").mkdir()
+    saved(tmp_path, 1, 4)
+    assert len(list(tmp_path.glob("*.before-*"))) == 3  # a damaged one of ours and an empty folder are replaced
+
+
 def test_drafts_of_killed_runs_go(tmp_path: Path) -> None:
     (tmp_path / ".checkpoint-3.0badf00d-4.draft" / "model").mkdir(parents=True)
     (tmp_path / ".checkpoint-3.0badf00d-3.failed").write_text("why")
