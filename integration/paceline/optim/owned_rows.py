@@ -61,7 +61,7 @@ class OwnedRows:
             first = len(self.owned)
             for parameter in group["params"]:
                 index = layout.index_of[parameter]
-                state = basic.state.pop(parameter, {})  # some optimizers make it at once
+                state = _as_of_master(basic.state.pop(parameter, {}), parameter)  # some optimizers make it at once
                 for rows in mine[index]:
                     if rows is None:
                         self._own(index, 0, parameter, state, kept)
@@ -145,6 +145,16 @@ class OwnedRows:
         self._basic.state.clear()
         for group in self._basic.param_groups:
             group["params"] = []
+
+
+def _as_of_master(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """State that was made like the parameter, in the dtype that it would have if it were made like the master."""
+
+    def wide(value: Any) -> Any:
+        is_like = torch.is_tensor(value) and value.dtype == parameter.dtype and value.shape == parameter.shape
+        return value.to(master_dtype(value.dtype)) if is_like else value
+
+    return {key: wide(value) for key, value in state.items()}
 
 
 def _state_of_rows(state: dict[str, Any], parameter: nn.Parameter, rows: Rows) -> dict[str, Any]:

@@ -279,6 +279,7 @@ def test_a_rank_steps_its_rows_and_answers_for_them(dtype: torch.dtype) -> None:
     one = owned["first.weight"]
     assert (one.start, one.stop, one.master.dtype) == (2, 4, torch.float32)
     assert basic.state[one.master]["sum"].shape == (2, 4), "its rows of the state"
+    assert basic.state[one.master]["sum"].dtype == torch.float32, "or its sums would stop growing"
     assert sorted((rows.owned[place].name, start, stop) for place, start, stop in rows.shares()) == sorted(
         (one.name, one.start, one.stop) for one in rows.owned
     )
