@@ -114,15 +114,25 @@ class ParameterGroups:
             {
                 "names": [name_of[id(master)] for master in group["params"]],
                 "options": {k: v for k, v in group.items() if k not in NOT_RESTORED},
+                "numbers": self._numbers(group["params"]),
             }
             for group in self._optimizer.param_groups
         ]
 
+    def _numbers(self, masters: Sequence[torch.Tensor]) -> list[str]:
+        """Kinds of states that are numbers of Python's; in files they are tensors."""
+        states = (self._optimizer.state.get(master, {}) for master in masters)
+        return sorted({kind for state in states for kind, value in state.items() if isinstance(value, int | float)})
+
     def load_saved(self, saved: RankStates) -> None:
         options_of: dict[str, dict[str, Any]] = {}
+        numbers: set[str] = set()
         for groups in saved.entries:
             for group in groups or ():
                 options_of |= dict.fromkeys(group["names"], group["options"])
+                numbers.update(group.get("numbers", ()))  # older checkpoints have none
+        for state in self._optimizer.state.values():
+            state.update({kind: state[kind].item() for kind in numbers & state.keys() if torch.is_tensor(state[kind])})
         first, name_of = saved.first or [], self._names()
         changes: dict[tuple[str, str, str], None] = {}
         options_told = self._options_told()

@@ -70,6 +70,23 @@ def test_a_group_without_rows_here_is_that_of_its_number() -> None:
     assert [group["lr"] for group in now.param_groups] == [0.1, 0.2]
 
 
+def test_numbers_of_an_optimizer_are_numbers_again() -> None:
+    """Powers of a count are taken in float64 if it is a number, and in float32 if it is a tensor, which files have."""
+    before, now = optimizer_of("a"), optimizer_of("a")
+    (master,), (other,) = (one.param_groups[0]["params"] for one in (before, now))
+    before.state[master] = {"step": 3, "rms": 0.5, "has_begun": True, "count": torch.tensor(2.0)}
+    entry = ParameterGroups(before, warns=False).state_dict()
+    now.state[other] = {kind: torch.as_tensor(value) for kind, value in before.state[master].items()}
+    ParameterGroups(now, warns=False).load_saved(saved(entry))
+    assert {kind: type(value) for kind, value in now.state[other].items()} == {
+        "step": int,
+        "rms": float,
+        "has_begun": bool,
+        "count": torch.Tensor,
+    }
+    assert now.state[other] == before.state[master]
+
+
 def test_another_rate_is_said_by_who_warns(caplog: pytest.LogCaptureFixture) -> None:
     before, now = optimizer_of("a"), optimizer_of("a")
     before.param_groups[0]["initial_lr"], now.param_groups[0]["initial_lr"] = 0.5, 0.25
