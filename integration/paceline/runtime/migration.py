@@ -36,7 +36,7 @@ from ..measure.device_memory import room_bytes
 from ..optim.sharded import ShardedOptimizer
 from ..state.exchange import Move, Transfer, carry_out, in_rounds, plan_moves, sent_bytes
 from ..state.exchange_beside import ExchangeBeside
-from ..state.named import VALUE, is_spread, link_full_access, unlink_full_access
+from ..state.named import VALUE, is_spread, link_full_access, parts_of, unlink_full_access
 from ..state.rank_states import NOT_RESTORED
 from ..supervise.watch import EVERYONE, WATCH
 from .layers_ahead import LEAST_BYTES, LayersAhead, ahead_bytes
@@ -348,6 +348,8 @@ class Migrator:
             for note in notes[item]:
                 if note.group is not None:
                     self._group_for(note, item)
+        for owned in self._optimizer.owned:
+            parts_of(self._optimizer, owned)  # raises where a state cannot go along
         stays = [p for p in self._optimizer.layout.parameters if self._item_of(p) not in change.leaving]
         comes = [note for item in change.arriving for note in notes[item] if note.group is not None]
         stage = self._seat.stage

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -217,13 +218,23 @@ def is_spread(tensor: Tensor) -> bool:
 
 
 def parts_of(optimizer: ShardedOptimizer, owned: Owned) -> dict[str, Tensor]:
-    """Master and optimizer states of ``owned``, by kind."""
+    """Master and optimizer states of ``owned``, by kind.
+
+    Raises:
+        ValueError: a state is neither a tensor nor a number.
+    """
     state = optimizer.state.get(owned.master, {})
-    parts = {kind: _as_tensor(value) for kind, value in state.items() if value is not None}
+    parts = {kind: _as_tensor(kind, value) for kind, value in state.items() if value is not None}
     return {MASTER: owned.master.detach(), **parts}
 
 
-def _as_tensor(value: Any) -> Tensor:
+def _as_tensor(kind: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor | Real):
+        raise ValueError(
+            f"the optimizer's state {kind!r} of a parameter is a {type(value).__name__}: only tensors and numbers can "
+            "be saved and moved with the parameter; keep each tensor of it as a state of its own, and text in the "
+            "parameter group."
+        )
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else torch.as_tensor(value)
 
 

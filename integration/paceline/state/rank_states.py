@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -122,7 +123,7 @@ class ParameterGroups:
     def _numbers(self, masters: Sequence[torch.Tensor]) -> list[str]:
         """Kinds of states that are numbers of Python's; in files they are tensors."""
         states = (self._optimizer.state.get(master, {}) for master in masters)
-        return sorted({kind for state in states for kind, value in state.items() if isinstance(value, int | float)})
+        return sorted({kind for state in states for kind, value in state.items() if isinstance(value, Real)})
 
     def load_saved(self, saved: RankStates) -> None:
         options_of: dict[str, dict[str, Any]] = {}

@@ -279,8 +279,11 @@ def fails(what: str) -> tuple[str, list[str], list[int], bool]:
     rank = Rank(**options.get(what, {}))
     rank.train()
     before = rank.state()
+    state = next(iter(rank.optimizer.state.values()))
     error: BaseException | None = None
     try:
+        if what == "state" and rank.stage == 1:
+            state["history"] = [1.0, 2.0]
         if what == "transfer":
             migration.carry_out = _breaks
         asked = [0, 1, 4] if what == "other" and rank.stage == 1 else NEW
@@ -289,6 +292,7 @@ def fails(what: str) -> tuple[str, list[str], list[int], bool]:
         rank.migrator.migrate(new, 0 if what == "memory" else None)
     except (ValueError, RuntimeError) as caught:
         error = caught
+    state.pop("history", None)
     after = rank.state()
     same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     return str(error), rank.events, rank.layers.unmade, same
@@ -304,6 +308,7 @@ def _breaks(*_: Any, **__: Any) -> None:
         ("boundaries", "[0, 9, 4] are no boundaries"),
         ("other", "ranks ask for different partitions, [[0, 3, 4], [0, 1, 4]]"),
         ("make", "layer 2 cannot be made"),
+        ("state", "state 'history' of a parameter is a list: only tensors and numbers can be saved and moved"),
         (
             "memory",
             "partition [0, 3, 4] does not fit: stage 0 would take 0.0 MiB more for layer 2 and has room for 0.0",

@@ -114,3 +114,14 @@ def test_moments_of_a_scalar_lie_where_it_does(is_migrated: bool) -> None:
         "exp_avg": "meta",
         "exp_avg_sq": "meta",
     }
+
+
+@pytest.mark.parametrize("value", [[torch.ones(2), torch.ones(2)], [1, 2], "text"], ids=["tensors", "numbers", "text"])
+def test_a_state_that_is_neither_tensor_nor_number_is_named(value: Any) -> None:
+    """Lists of numbers would come back as tensors."""
+    stage: Any = nn.Module()
+    stage.num_stages, stage.weight = 1, nn.Parameter(torch.ones(2))
+    optimizer = ShardedOptimizer(torch.optim.SGD([stage.weight], lr=0.1), {stage.weight: "weight"})
+    optimizer.state[stage.weight] = {"step": 3, "history": value}
+    with pytest.raises(ValueError, match=r"state 'history' of a parameter is a (list|str): only tensors .*; "):
+        list(pieces(stage, optimizer, replica=0))
