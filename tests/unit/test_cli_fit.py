@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import Gemma4TextConfig, LlamaConfig, Qwen3MoeConfig
 
 from paceline.data.datasets import DEFAULT_BLOCK_SIZE
 from paceline.hf.layer_profile import fingerprint
@@ -438,6 +438,19 @@ def test_nothing_is_allocated(model: str, tmp_path: Path, capsys: pytest.Capture
     shown = json.loads(capsys.readouterr().out)
     assert shown["memory"][0]["weights"] > 400 * GIB
     assert torch.get_default_device().type == "cpu"
+
+
+def test_a_model_whose_layers_heads_differ(fit: Any, model: str) -> None:
+    """As Gemma 4's: of such sizes the config has none for the model."""
+    heads = {"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    more = {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    }
+    Gemma4TextConfig(**SIZES, **heads, **more).save_pretrained(model)
+    shown, _ = fit(ds(), "--world-size", "3", "--device-memory-gib", "1", "--json")
+    assert shown["fits"]
 
 
 @pytest.mark.parametrize(

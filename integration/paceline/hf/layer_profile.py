@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ..measure.clock import Clock
+from ..measure.flops import size_of
 from ..measure.profile_file import ItemProfile
 from ..measure.recorder import SavedBytes
 from .activations import check_shape
@@ -44,7 +45,7 @@ CompileLayers = Callable[[Iterable[nn.Module]], None]
 def fingerprint(config: PretrainedConfig) -> dict[str, Any]:
     """The model type and the sizes that decide what a model costs, as far as its config has them."""
     text = causal_config(config).get_text_config()
-    sizes = {name: getattr(text, name, None) for name in SIZES}
+    sizes = {name: size_of(text, name) for name in SIZES}
     return {"model_type": text.model_type, **{name: value for name, value in sizes.items() if value is not None}}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..measure.flops import NUM_EXPERTS, TOP_K
+from ..measure.flops import NUM_EXPERTS, TOP_K, attention_widths, size_of
 from ..measure.profile_file import Profile
 from ..planning.memory import States
 from ..planning.workload import NOTHING_BESIDE, Item, Workload
@@ -121,11 +121,12 @@ def workload_of(
             )
         )
     heads = getattr(text, "num_attention_heads", None) or 1
+    of_keys = size_of(text, "num_key_value_heads") or heads
     weight_bytes = 4 if shape.dtype == torch.float32 else 2
     return Workload(
         items=tuple(items),
         num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        num_kv_heads=min(of_keys) if isinstance(of_keys, list) else of_keys,
         micro_batch_size=shape.micro_batch_size,
         train_batch_size=shape.train_batch_size,
         states=States(weight_bytes=weight_bytes, shard=zero == 1),
@@ -178,14 +179,13 @@ def work_of_items(
 def _operations(model: PreTrainedModel, anatomy: Anatomy, tokens: int, sequence_length: int) -> list[_Operations]:
     """Two for each weight and token that meet, and scores and weighted sums of attention under a causal mask."""
     text = model.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 0
-    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    attention = 2.0 * tokens * sequence_length * heads * size
-    of_kind: dict[str, _Operations] = {}
     blocks = blocks_of(model, anatomy)
-    for block in blocks:
+    widths = attention_widths(text, len(blocks) // anatomy.blocks_per_layer)
+    of_kind: dict[str, _Operations] = {}
+    for number, block in enumerate(blocks):
         if block.kind not in of_kind:
-            of_kind[block.kind] = _of_block(block, text, tokens, attention if block.has_attention else 0.0)
+            width = widths[number // anatomy.blocks_per_layer] if block.has_attention else 0
+            of_kind[block.kind] = _of_block(block, text, tokens, 2.0 * tokens * sequence_length * width)
     head = 2.0 * tokens * text.vocab_size * text.hidden_size
     return [_Operations(0.0), *(of_kind[block.kind] for block in blocks), _Operations(head)]
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 from transformers import __version__ as transformers_version
 
-from ..measure.flops import NUM_EXPERTS
+from ..measure.flops import NUM_EXPERTS, size_of
 from .anatomy import UnsupportedModelError
 from .paths import check_model_path
 from .quiet_transformers import quiet
@@ -49,7 +49,7 @@ def model_config_at(source: str | Path) -> PretrainedConfig:
     config = config_at(source)
     try:
         text = config.get_text_config()
-        own = vars(text) | {name: getattr(text, name, None) for name in _MOST}
+        own = {name: size_of(text, name) for name in _MOST} | vars(text)
         _check_sizes(source, own)
         with quiet():
             skeleton(causal_config(config))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -9,14 +11,33 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k")
 
 
+def size_of(config: Any, name: str) -> Any:
+    """A size in a model's config, None if it has none. A list of the layers' sizes if they differ (Gemma 4's heads)."""
+    if not getattr(config, "is_heterogeneous", False):
+        return getattr(config, name, None)
+    sizes = [getattr(of_layer, name, None) for of_layer in config.per_layer_config]
+    return sizes[0] if all(size == sizes[0] for size in sizes) else sizes
+
+
+def attention_widths(config: Any, num_layers: int) -> list[int]:
+    """Heads times their size in each of the first ``num_layers`` layers; 0 where there are none."""
+    is_heterogeneous = getattr(config, "is_heterogeneous", False)
+    layers = config.per_layer_config[:num_layers] if is_heterogeneous else [config] * num_layers
+    widths = []
+    for layer in layers:
+        heads = getattr(layer, "num_attention_heads", 0) or 0
+        widths.append(heads * (getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)))
+    return widths
+
+
 def flops_per_token(model: PreTrainedModel, num_layers: int, length: int, *, is_frozen: bool = False) -> float:
     """Forward and backward FLOPs for one token in a sequence of ``length``.
 
     ``6 N + 6 L · length · A``: two for each multiply-add, three passes (forward, gradients of inputs and of weights),
     N the weights that a token meets (not the tables of tokens and positions, unless one is also the head; of the
-    experts only those it is routed to) and A = heads · head size, for scores and weighted sum under a causal mask.
-    Recomputation of checkpointed activations does not count: it is not work of the model. Where the weights
-    ``is_frozen``, with small adapters beside them, nobody needs their gradients: ``4 N``.
+    experts only those it is routed to) and A = heads · head size in a mean layer, for scores and weighted sum under a
+    causal mask. Recomputation of checkpointed activations does not count: it is not work of the model. Where the
+    weights ``is_frozen``, with small adapters beside them, nobody needs their gradients: ``4 N``.
 
     Source: PaLM, arXiv 2204.02311, appendix B, with the causal mask's half of the attention counted.
     """
@@ -33,6 +54,4 @@ def flops_per_token(model: PreTrainedModel, num_layers: int, length: int, *, is_
     for table in {id(part.weight): part.weight for part in tables}.values():
         if head is None or head.weight is not table:
             met -= table.numel()
-    heads = getattr(config, "num_attention_heads", 0) or 0
-    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    return (4.0 if is_frozen else 6.0) * met + 6.0 * num_layers * length * heads * size
+    return (4.0 if is_frozen else 6.0) * met + 6.0 * length * sum(attention_widths(config, num_layers))

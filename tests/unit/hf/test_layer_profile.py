@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
+from transformers import Gemma3TextConfig, Gemma4TextConfig, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
 
 from paceline.hf import layer_profile as module
 from paceline.hf.activations import count_items
@@ -182,6 +182,8 @@ def test_fingerprints_tell_models_apart() -> None:
     assert fingerprint(LlamaConfig(**TINY)) == own
     assert fingerprint(LlamaConfig(**{**TINY, "intermediate_size": 128})) != own
     assert fingerprint(CONFIGS["gpt2"])["hidden_size"] == 32
+    gemma4 = Gemma4TextConfig(**TINY, head_dim=8, global_head_dim=16, layer_types=SLIDING)
+    assert fingerprint(gemma4)["head_dim"] == [8, 16, 16]  # its last layer sees all
 
 
 def test_other_bytes_pass_through_the_caches_before_each_timed_pass(monkeypatch: pytest.MonkeyPatch) -> None:

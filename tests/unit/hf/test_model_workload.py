@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig
+from transformers import DeepseekV3Config, Gemma4TextConfig, LlamaConfig, MixtralConfig
 
 from paceline.hf.model_workload import Shape, workload_of
 from paceline.hf.weights import skeleton
@@ -21,6 +21,17 @@ SIZES: dict[str, Any] = {
     "vocab_size": 500,
     "max_position_embeddings": 128,
 }
+GEMMA4 = Gemma4TextConfig(
+    **SIZES,
+    head_dim=16,
+    global_head_dim=128,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    layer_types=["sliding_attention", "full_attention", "full_attention"],
+    hidden_size_per_layer_input=0,
+    num_kv_shared_layers=0,
+)
+"""Heads of the last two layers are larger than those of the first."""
 SHAPE = Shape(torch.bfloat16, 2, 32, 8)
 FLOPS_PER_S = 1e9
 
@@ -31,14 +42,25 @@ FLOPS_PER_S = 1e9
         LlamaConfig(**SIZES, tie_word_embeddings=False),
         LlamaConfig(**SIZES, tie_word_embeddings=True),
         MixtralConfig(**SIZES, tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2),
+        GEMMA4,
     ],
-    ids=["llama", "tied", "mixtral"],
+    ids=["llama", "tied", "mixtral", "gemma4"],
 )
 def test_seconds_are_the_models_operations(config: Any) -> None:
     workload = workload_of(config, SHAPE, flops_per_s=FLOPS_PER_S)
     seconds = sum(item.forward_s + item.backward_s + sum(item.expert_s) for item in workload.items)
     # flops_per_token counts norms as if they were matrix products, and the router's choice of experts likewise.
     assert seconds * FLOPS_PER_S / SHAPE.tokens == pytest.approx(flops_per_token(skeleton(config), 3, 32), rel=0.01)
+
+
+def test_layers_whose_heads_differ() -> None:
+    """Beside the weights' operations: scores and weighted sums, a half of both under the mask."""
+    workload = workload_of(GEMMA4, SHAPE, flops_per_s=FLOPS_PER_S)
+    layers: Any = skeleton(GEMMA4).get_decoder().layers[:2]
+    of_weights = [2 * SHAPE.tokens * sum(p.numel() for p in layer.parameters()) for layer in layers]
+    attention = [item.forward_s * FLOPS_PER_S - own for item, own in zip(workload.items[1:3], of_weights, strict=True)]
+    assert attention == pytest.approx([2 * SHAPE.tokens * 32 * 4 * size for size in (16, 128)])
+    assert workload.num_kv_heads == 1
 
 
 def test_experts() -> None:
