@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..measure.flops import NUM_EXPERTS, TOP_K, attention_widths, size_of
+from ..measure.flops import NUM_EXPERTS, TOP_K, attention_widths, first_of, size_of
 from ..measure.profile_file import Profile
 from ..planning.memory import States
 from ..planning.workload import NOTHING_BESIDE, Item, Workload
@@ -89,8 +89,8 @@ def workload_of(
         model = skeleton(config)
         anatomy = anatomy_of(model, half_layers=shape.half_layers)
         operations = _operations(model, anatomy, shape.tokens, shape.sequence_length)
-    num_experts = _first(text, NUM_EXPERTS) if any(item.expert_parameters for item in operations) else 0
-    top_k = _first(text, TOP_K) if num_experts else 1
+    num_experts = first_of(text, NUM_EXPERTS) if any(item.expert_parameters for item in operations) else 0
+    top_k = first_of(text, TOP_K) if num_experts else 1
     rows = float(shape.tokens * top_k)
     recompute, stage = (1.0 if shape.gradient_checkpointing else 0.0), NOTHING_BESIDE
     if profile is not None:
@@ -196,12 +196,8 @@ def _of_block(block: Block, text: Any, tokens: int, attention: float) -> _Operat
     dense = 2.0 * tokens * (block.num_parameters - experts) + attention
     if not experts:
         return _Operations(dense)
-    rows, count = tokens * _first(text, TOP_K), _first(text, NUM_EXPERTS)
+    rows, count = tokens * first_of(text, TOP_K), first_of(text, NUM_EXPERTS)
     routed = 2.0 * rows * experts / count
     # A weight of H x F has F outputs a row for H inputs: the elements kept are about weights / H.
     kept = rows * (text.hidden_size + experts / count / text.hidden_size)
     return _Operations(dense + routed, routed, experts, kept)
-
-
-def _first(config: Any, names: tuple[str, ...]) -> int:
-    return int(next((value for name in names if (value := getattr(config, name, None))), 1))

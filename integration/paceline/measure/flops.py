@@ -8,7 +8,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk", "top_k_experts")
+
+
+def first_of(config: Any, names: tuple[str, ...]) -> int:
+    """The first of these sizes that a model's config has; 1 if it has none. The mean one of a list of the layers'."""
+    value = next((value for name in names if (value := getattr(config, name, None))), 1)
+    return round(sum(value) / len(value)) if isinstance(value, list) else int(value)
 
 
 def size_of(config: Any, name: str) -> Any:
@@ -42,13 +48,10 @@ def flops_per_token(model: PreTrainedModel, num_layers: int, length: int, *, is_
     Source: PaLM, arXiv 2204.02311, appendix B, with the causal mask's half of the attention counted.
     """
     config = model.config.get_text_config()
-    experts, top_k = (
-        next((v for n in names if (v := getattr(config, n, None))), None) for names in (NUM_EXPERTS, TOP_K)
-    )
+    share_met = min(1.0, first_of(config, TOP_K) / first_of(config, NUM_EXPERTS))
     met = 0.0
     for name, parameter in model.named_parameters():
-        share = (top_k or 1) / experts if experts and ".experts." in f"{name}." else 1.0
-        met += parameter.numel() * share
+        met += parameter.numel() * (share_met if ".experts." in f"{name}." else 1.0)
     head = model.get_output_embeddings()
     tables = [model.get_input_embeddings(), *(part for part in model.modules() if isinstance(part, nn.Embedding))]
     for table in {id(part.weight): part.weight for part in tables}.values():

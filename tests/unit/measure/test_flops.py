@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.hf.stage import Cut
 from paceline.hf.weights import load_stage, skeleton
-from paceline.measure.flops import flops_per_token
+from paceline.measure.flops import TOP_K, first_of, flops_per_token
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -52,3 +52,11 @@ def test_experts_count_as_far_as_tokens_meet_them() -> None:
 
     one_expert = 3 * 32 * 64
     assert count(3) - count(1) == pytest.approx(6 * 2 * one_expert * 2)
+
+
+@pytest.mark.parametrize("name", ["moe_topk", "top_k_experts"])
+def test_a_models_own_name_for_the_experts_of_a_token(name: str) -> None:
+    from types import SimpleNamespace
+
+    assert first_of(SimpleNamespace(**{name: 3}), TOP_K) == 3
+    assert first_of(SimpleNamespace(**{name: [2, 4]}), TOP_K) == 3  # one a layer, as Hunyuan A13B has
