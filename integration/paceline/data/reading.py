@@ -61,7 +61,11 @@ def read(args: DataArguments, *, seed: int, cache_dir: str | None = None, token:
             what = f"--dataset_name {args.dataset_name}"
             options = {"cache_dir": cache_dir, "token": token, "streaming": args.streaming}
             with readable(what):
-                splits = load_dataset(args.dataset_name, args.dataset_config_name, **options)
+                if Path(args.dataset_name, datasets_config.DATASET_STATE_JSON_FILENAME).is_file():  # one saved split
+                    saved = Dataset.load_from_disk(args.dataset_name)
+                    splits = {"train": saved.to_iterable_dataset() if args.streaming else saved}
+                else:
+                    splits = load_dataset(args.dataset_name, args.dataset_config_name, **options)
             if "train" not in splits:
                 raise ValueError(f"{what}: needs a split `train`, but has {', '.join(splits)}. Remedy: --train_file.")
             train = _rows(what, splits["train"], args, seed)

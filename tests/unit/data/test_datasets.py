@@ -197,6 +197,16 @@ def test_directory_as_dataset_name(tmp_path: Path) -> None:
     assert (list(train["text"]), list(validation["text"])) == (DOCUMENTS[:30], DOCUMENTS[30:])
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_directory_of_save_to_disk(streaming: bool, tmp_path: Path) -> None:
+    Dataset.from_dict({"text": DOCUMENTS}).save_to_disk(tmp_path)
+    args = DataArguments(dataset_name=str(tmp_path), streaming=streaming, shuffle_buffer_size=0)
+    read = read_raw(args, seed=0)
+    held_out = [] if read.held_out is None else list(read.held_out["text"])
+    assert held_out + read.texts(len(DOCUMENTS)) == DOCUMENTS
+    assert bool(held_out) != streaming
+
+
 def test_columns(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"n": 1, "title": "a", "body": "b"}\n')
