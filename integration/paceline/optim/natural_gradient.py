@@ -345,9 +345,9 @@ class AffineNaturalGradient:
                 the estimate stays at :data:`EPSILON`, and nothing is divided.
             max_rows: learn from so many rows at most, evenly spread.
         """
-        gradient = dy.mT @ x
+        gradient = _product(dy, x)
         if self.bias:
-            gradient = torch.cat([gradient, dy.sum(-2).unsqueeze(-1)], -1)
+            gradient = torch.cat([gradient, dy.sum(-2, dtype=gradient.dtype).unsqueeze(-1)], -1)
         gradient = self.divide(gradient, x, dy, unit, max_rows).to(dy.dtype)
         return (gradient[..., :-1], gradient[..., -1]) if self.bias else (gradient, None)
 
@@ -443,6 +443,13 @@ def _square(x: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _product(dy: Tensor, x: Tensor) -> Tensor:
+    """dY'X in float32 at least: divisions cancel most of it, and of a half leave the error of its rounding."""
+    if dy.is_cuda and dy.dim() == 2 and dy.dtype == x.dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(dy.mT, x, out_dtype=torch.float32)  # as fast as a half; CPUs have none
+    return _wide(dy).mT @ _wide(x)
 
 
 def sample(x: Tensor, max_rows: int | None) -> Tensor:

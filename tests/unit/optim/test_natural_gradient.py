@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.optim import OnlineNaturalGradient, simple_natural_gradient
+from paceline.optim import AffineNaturalGradient, OnlineNaturalGradient, simple_natural_gradient
 from paceline.optim.natural_gradient import Estimate
 
 KALDI = sorted((Path(__file__).parent / "kaldi").glob("*.npz"))
@@ -272,3 +272,19 @@ def test_simple_variant_at_its_edges() -> None:
     assert scale == 1
     with pytest.raises(ValueError, match=r"alpha is 0\.0: give more than 0"):
         simple_natural_gradient(x, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_is_divided_as_well_as_it_is_rounded(dtype: torch.dtype) -> None:
+    """Where inputs have a large mean, divisions take away most of a gradient, and must not leave its rounding."""
+    torch.manual_seed(0)
+    wide, half = (AffineNaturalGradient(32, 16, alpha=1.0) for _ in range(2))
+    mean = 30 * torch.randn(32)
+    for _ in range(8):
+        x, dy = (mean + torch.randn(64, 32)).to(dtype), torch.randn(64, 16).to(dtype)
+        wanted, found = wide.gradients(x.float(), dy.float()), half.gradients(x, dy)
+    for right, rounded in zip(wanted, found, strict=True):
+        assert right is not None
+        assert rounded is not None
+        assert rounded.dtype == dtype
+        assert (rounded.float() - right).norm() / right.norm() < torch.finfo(dtype).eps
