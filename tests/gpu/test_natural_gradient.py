@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config.natural_gradient_keys import NaturalGradientConfig
-from paceline.optim import OnlineNaturalGradient
+from paceline.optim import AffineNaturalGradient, OnlineNaturalGradient
 from paceline.optim.natural_layers import NaturalGradients
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +53,17 @@ def test_gradients_are_those_of_the_cpu() -> None:
     for seed in range(12):
         for wanted, found in zip(backward(here, rows(seed)), backward(there, rows(seed).cuda()), strict=True):
             torch.testing.assert_close(found.cpu(), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+def test_halves_are_divided_as_on_the_cpu() -> None:
+    """There the product of their rows is computed in fp32, here a kernel gives it out of bf16."""
+    here, there = AffineNaturalGradient(96, 64, alpha=1.0), AffineNaturalGradient(96, 64, alpha=1.0)
+    for seed in range(8):
+        x, dy = (30 + rows(seed)).bfloat16(), rows(100 + seed, dim=64).bfloat16()
+        for wanted, found in zip(here.gradients(x, dy), there.gradients(x.cuda(), dy.cuda()), strict=True):
+            assert wanted is not None
+            assert found is not None
+            assert (found.cpu().float() - wanted.float()).norm() < 4e-3 * wanted.float().norm()
 
 
 def test_the_host_does_not_wait_for_the_device() -> None:
