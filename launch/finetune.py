@@ -124,7 +124,7 @@ def _prepared(argv: list[str]) -> Job:
 
 def _command(argv: list[str]) -> str:
     """The command for the report; the launcher is inferred from the environment, a token is hidden."""
-    from paceline.config import accelerates_ds_config
+    from paceline.config import accelerates_ds_config, accelerates_precision
 
     size = int(os.environ["WORLD_SIZE"])
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's name, DeepSpeed's
@@ -134,6 +134,8 @@ def _command(argv: list[str]) -> str:
         words.append("--module")
     elif file := accelerates_ds_config(os.environ):
         words = ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", file]
+        precision = accelerates_precision(os.environ)
+        words += [] if precision is None else ["--mixed_precision", precision]
         words += [*(["--num_machines", str(nodes)] if nodes > 1 else []), "--num_processes", str(size), "--module"]
     elif size > 1:
         words = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc_per_node", local or str(size)]

@@ -62,6 +62,28 @@ def test_the_json_that_accelerate_was_given(tmp_path: Path, monkeypatch: pytest.
     assert _command(["--seed", "1"]) == f"{command} paceline.launch.finetune --seed 1"
 
 
+def test_the_precision_that_accelerate_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes with accelerate's JSON, and gives way to flags."""
+    ds_config = tmp_path / "ds.json"
+    ds_config.write_text("{}")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(ds_config))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def precision(*flags: str) -> tuple[bool, bool, bool]:
+        _, _, train, given = parse(["--model_type", "llama", *flags])
+        return train.bf16, train.fp16, "bf16" in given
+
+    assert precision() == (True, False, True)
+    assert precision("--fp16") == (False, True, False)
+    assert precision("--bf16", "false") == (False, False, True)
+    assert precision("--deepspeed", str(ds_config)) == (False, False, False)
+    assert "--mixed_precision bf16 --num_processes 2" in _command([])
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert precision() == (False, False, False)
+
+
 @pytest.mark.parametrize(
     ("argv", "environment", "command"),
     [

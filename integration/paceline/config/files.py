@@ -41,6 +41,12 @@ def accelerates_ds_config(environment: Mapping[str, str]) -> str | None:
     return environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
 
 
+def accelerates_precision(environment: Mapping[str, str]) -> str | None:
+    """``"bf16"`` or ``"fp16"`` if ``accelerate launch --mixed_precision``, or accelerate's own config, says it."""
+    precision = environment.get("ACCELERATE_MIXED_PRECISION")
+    return precision if precision in ("bf16", "fp16") else None
+
+
 def without_secrets(config: Any) -> Any:
     """``config``, to be shown: values of keys that name a key, a token, a password or a secret say ``"hidden"``."""
     if isinstance(config, Mapping):

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, PretrainedConfig
 
-from ..config import accelerates_ds_config
+from ..config import accelerates_ds_config, accelerates_precision
 from ..messages import brief, nearest
 from .other_flags import ELSEWHERE, ELSEWHERE_BY_PREFIX, VALUE_REMEDIES
 from .paths import MODEL_OF_ADAPTERS, is_missing, only_adapters
@@ -410,6 +410,9 @@ def parse(
     if unknown:
         parser.error(_unknown(unknown, names))
     given = {name: value for name, value in vars(namespace).items() if value is not missing}
+    if given.get("deepspeed") is None and accelerates_ds_config(os.environ) and not given.keys() & {"bf16", "fp16"}:
+        precision = accelerates_precision(os.environ)
+        given |= {} if precision is None else {precision: True}
     model_args, data_args, train_args = parser.parse_dict(given)
     if not model_args.use_peft:
         for name in sorted(given.keys() & ADAPTER_FLAGS):

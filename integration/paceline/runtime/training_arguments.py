@@ -15,7 +15,7 @@ from accelerate.utils import DeepSpeedPlugin
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from ..config import accelerates_ds_config, read_ds_config
+from ..config import accelerates_ds_config, accelerates_precision, read_ds_config
 
 
 def count_ranks(args: TrainingArguments) -> None:
@@ -44,13 +44,17 @@ def count_ranks(args: TrainingArguments) -> None:
 def take_accelerates_json(args: TrainingArguments) -> None:
     """Make the JSON that ``accelerate launch`` was given that of ``args``, if it is meant for Paceline; in place.
 
-    Transformers leaves ``args.deepspeed`` at None then, where Paceline looks.
+    Transformers leaves ``args.deepspeed`` at None then, where Paceline looks, and ``args.bf16`` and ``args.fp16`` at
+    False where ``accelerate launch --mixed_precision`` says them.
     """
     if args.deepspeed is not None:
         return
     file = accelerates_ds_config(os.environ)
     if file is not None and "paceline" in read_ds_config(file):
         args.deepspeed = file
+        precision = accelerates_precision(os.environ)
+        if precision is not None and not (args.bf16 or args.fp16):
+            setattr(args, precision, True)
         _read_json(args)
 
 

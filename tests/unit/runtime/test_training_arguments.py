@@ -1,0 +1,39 @@
+"""TrainingArguments take what ``accelerate launch`` was given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from paceline.runtime.training_arguments import take_accelerates_json
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize(
+    ("launched", "own", "wanted"),
+    [("bf16", {}, (True, False)), ("no", {}, (False, False)), ("bf16", {"fp16": True}, (False, True))],
+)
+def test_accelerates_precision_goes_with_its_json(
+    is_ours: bool,
+    launched: str,
+    own: dict[str, bool],
+    wanted: tuple[bool, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "ds.json"
+    sections = {name: {"enabled": "auto"} for name in ("bf16", "fp16")}
+    section = {"paceline": {"pipeline": {}}} if is_ours else {}
+    file.write_text(json.dumps({**sections, "zero_optimization": {"stage": 0}, **section}))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **own)
+    take_accelerates_json(args)
+    config = args.deepspeed_plugin.deepspeed_config
+    assert tuple(config[name]["enabled"] for name in ("bf16", "fp16")) == wanted
+    assert args.deepspeed == (str(file) if is_ours else None)
+    assert (args.bf16, args.fp16) == (wanted if is_ours else (False, own.get("fp16", False)))
