@@ -13,6 +13,7 @@ from paceline.patches import (
     deepspeed_auto_ep_presets,
     deepspeed_checkpoint,
     deepspeed_engine,
+    deepspeed_fp16,
     deepspeed_initialize,
     deepspeed_pipe_engine,
     deepspeed_zero,
@@ -33,7 +34,7 @@ REPAIRS: dict[str, tuple[Patch, ...]] = {
     "expert-placement": deepspeed_checkpoint.PATCHES,
     "optimizer-states": deepspeed_zero.PATCHES,
     "receive-pool": deepspeed_pipe_engine.PATCHES,
-    "loss-scale": (deepspeed_engine.LOSS_SCALE,),
+    "loss-scale": (deepspeed_engine.LOSS_SCALE, *deepspeed_fp16.PATCHES),
     "moe-section": (deepspeed_initialize.SECTION,),
 }
 """Patches by the name of the repair that they make together."""

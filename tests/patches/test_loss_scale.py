@@ -13,8 +13,9 @@ from support.ranks import run_ranks
 RATE = 0.5
 
 
-def job(repaired: bool) -> tuple[float, float]:
-    """How far a step of two micro-batches moves a weight whose gradient is 1; what ``backward`` returns of its loss."""
+def job(repaired: bool) -> tuple[float, float, float]:
+    """How far a step of two micro-batches moves a weight whose gradient is 1; what ``backward`` returns of its loss;
+    the gradient's norm."""
     import deepspeed
 
     import paceline
@@ -38,10 +39,12 @@ def job(repaired: bool) -> tuple[float, float]:
         returned = engine.backward(loss)
         assert returned.dtype == loss.dtype
         engine.step()
-    return before - engine.module.weight.item(), returned.item() / loss.item()
+    norm = engine.get_global_grad_norm()
+    return before - engine.module.weight.item(), returned.item() / loss.item(), float(norm)
 
 
 def test_a_step_undoes_what_a_backward_multiplied_by() -> None:
     stock, repaired = (run_ranks(job, 1, is_repaired)[0] for is_repaired in (False, True))
-    assert stock == (pytest.approx(RATE / 2**8, rel=0.1), 0.5)  # DeepSpeed's fault; half of the loss, as accumulated
-    assert repaired == (pytest.approx(RATE, rel=1e-3), 0.5)
+    # DeepSpeed's fault; half of the loss, as accumulated
+    assert stock == (pytest.approx(RATE / 2**8, rel=0.1), 0.5, 1.0)
+    assert repaired == (pytest.approx(RATE, rel=1e-3), 0.5, 1.0)
