@@ -54,7 +54,8 @@ def island_weights(
 
     Islands that count have weights in proportion to the tokens that their values were trained on, equal ones where
     nobody has trained. Without weight are those that missed a round which others finished, and those whose loss is not
-    finite, or is above the best one by more than the threshold; if no loss is finite, it tells no island from another.
+    finite, or is above the best one of islands that have trained by more than the threshold; if no loss is finite, it
+    tells no island from another.
     If no island counts, one of those with the most rounds has weight 1: that with the lowest number.
 
     Args:
@@ -72,6 +73,7 @@ def island_weights(
     newest = max(reports[i].round for i in indices)
     indices = [i for i in indices if reports[i].round == newest]
     if finite := [i for i in indices if math.isfinite(reports[i].loss)]:
+        finite = [i for i in finite if reports[i].trained] or finite  # an old loss leaves nobody out
         best = min(reports[i].loss for i in finite)
         if newest == 0 and first_round == "best":
             return _only(_lowest(reports, [i for i in finite if reports[i].loss == best]), len(reports))

@@ -42,6 +42,8 @@ WEIGHTS = {
     "failed ones": ([{"loss": NAN}, {}, {"loss": INF}, {"loss": -INF}], [0.0, 1.0, 0.0, 0.0]),
     "all failed": ([{"loss": NAN}, {"loss": INF}, {"counts": False}], [0.5, 0.5, 0.0]),
     "too far off": ([{"loss": 1.0}, {"loss": 1.5}, {"loss": 1.51}], [0.5, 0.5, 0.0]),
+    "too far off one that has ended": ([{"loss": 1.0, "ends": True}, {"trained": 5}, {"trained": 5}], [0.0, 0.5, 0.5]),
+    "all but one that has ended failed": ([{"ends": True}, {"trained": 5, "loss": NAN}], [1.0, 0.0]),
     "nobody counts": ([{"counts": False, "island": 4}, {"counts": False, "island": 2}], [0.0, 1.0]),
     "the first round": ([{"round": 0}, {"round": 0, "loss": 1.9}], [0.0, 1.0]),
     "the first round, even": ([{"round": 0, "island": 7}, {"round": 0}, {"round": 0, "loss": NAN}], [0.0, 1.0, 0.0]),
