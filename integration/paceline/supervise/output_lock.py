@@ -29,7 +29,8 @@ class Holder:
 
     Args:
         boot: of its host, from start to start another one; empty where it cannot be known.
-        started: seconds since 1970.
+        started: seconds since 1970, by the clock as it was.
+        uptime: of its host as it was started, seconds; no setting of the clock changes that.
         slurm_job: that it belongs to; empty: it is none of Slurm's.
         requeued: how often Slurm had started that job again.
     """
@@ -37,6 +38,7 @@ class Holder:
     host: str
     pid: int
     started: float
+    uptime: float
     boot: str = ""
     slurm_job: str = ""
     requeued: int = 0
@@ -45,15 +47,16 @@ class Holder:
     def own(cls) -> Holder:
         """This process."""
         job, requeued = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
-        started = psutil.Process().create_time()
-        return cls(socket.gethostname(), os.getpid(), started, _boot(), job, int(requeued) if requeued.isdigit() else 0)
+        started, restarts = psutil.Process().create_time(), int(requeued) if requeued.isdigit() else 0
+        uptime = started - psutil.boot_time()
+        return cls(socket.gethostname(), os.getpid(), started, uptime, _boot(), job, restarts)
 
     @classmethod
     def parse(cls, text: str) -> Holder | None:
         """The holder that ``text`` names; None if it names none: its process ended before it had written."""
         try:
             found = cls(**json.loads(text))
-            return found if isinstance(found.pid, int) and found.started >= 0 else None
+            return found if isinstance(found.pid, int) and min(found.started, found.uptime) >= 0 else None
         except (ValueError, TypeError):
             return None
 
@@ -68,7 +71,7 @@ class Holder:
             return True  # the host was started anew; its name was given to another one
         try:
             process = psutil.Process(self.pid)
-            is_it = abs(process.create_time() - self.started) < 2.0  # clocks are set, ids are used again later
+            is_it = abs(process.create_time() - psutil.boot_time() - self.uptime) < 2.0  # ids are used again later
             return not is_it or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True

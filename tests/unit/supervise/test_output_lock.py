@@ -115,9 +115,23 @@ def test_what_names_nobody_is_taken_over(tmp_path: Path, text: str) -> None:
 def test_another_process_with_that_id(tmp_path: Path) -> None:
     own = Holder.own()
     parent = replace(own, pid=os.getppid())
-    assert replace(parent, started=own.started - 1e5).is_gone()
+    assert replace(parent, uptime=own.uptime + 1e5).is_gone()
     assert replace(parent, boot="another").is_gone()
     assert not own.is_gone()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="psutil looks for the start of the host elsewhere")
+def test_a_clock_that_is_set_meanwhile(tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux counts the start of processes from that of the host, and says when that was by the clock as it is now."""
+    import psutil
+
+    first = start()
+    say(first)
+    assert heard(first) == "held\n"
+    boot_s = psutil.boot_time()
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot_s + 3600.0)
+    with pytest.raises(ValueError, match=f"process {first.pid} on "):
+        Claim(tmp_path)
 
 
 def test_another_host(tmp_path: Path) -> None:
