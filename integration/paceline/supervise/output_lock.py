@@ -30,7 +30,7 @@ class Holder:
     Args:
         boot: of its host, from start to start another one; empty where it cannot be known.
         started: seconds since 1970, by the clock as it was.
-        uptime: of its host as it was started, seconds; no setting of the clock changes that.
+        host_started: likewise; where the clock has been set since, that of now says another time. 0: not known.
         slurm_job: that it belongs to; empty: it is none of Slurm's.
         requeued: how often Slurm had started that job again.
     """
@@ -38,7 +38,7 @@ class Holder:
     host: str
     pid: int
     started: float
-    uptime: float
+    host_started: float = 0.0
     boot: str = ""
     slurm_job: str = ""
     requeued: int = 0
@@ -48,15 +48,14 @@ class Holder:
         """This process."""
         job, requeued = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
         started, restarts = psutil.Process().create_time(), int(requeued) if requeued.isdigit() else 0
-        uptime = started - psutil.boot_time()
-        return cls(socket.gethostname(), os.getpid(), started, uptime, _boot(), job, restarts)
+        return cls(socket.gethostname(), os.getpid(), started, psutil.boot_time(), _boot(), job, restarts)
 
     @classmethod
     def parse(cls, text: str) -> Holder | None:
         """The holder that ``text`` names; None if it names none: its process ended before it had written."""
         try:
             found = cls(**json.loads(text))
-            return found if isinstance(found.pid, int) and min(found.started, found.uptime) >= 0 else None
+            return found if isinstance(found.pid, int) and found.started >= 0 else None
         except (ValueError, TypeError):
             return None
 
@@ -71,7 +70,8 @@ class Holder:
             return True  # the host was started anew; its name was given to another one
         try:
             process = psutil.Process(self.pid)
-            is_it = abs(process.create_time() - psutil.boot_time() - self.uptime) < 2.0  # ids are used again later
+            clock_set_by = psutil.boot_time() - self.host_started if self.host_started else 0.0
+            is_it = abs(process.create_time() - clock_set_by - self.started) < 2.0  # ids are used again later
             return not is_it or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
