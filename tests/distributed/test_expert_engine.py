@@ -374,7 +374,15 @@ def refusal_job() -> dict[str, Any]:
         messages["one rank"] = str(refused)
     engine = built("mixtral", 1, 2, 1, {}, **BY_HAND)
     layer = engine.expert_layers["model.layers.0.mlp"]
-    wrong = {"a layer": {"model.layers.7.mlp": layer.placement}, "a placement": {layer.name: placement([[0, 1], [2]])}}
+    on_first = torch.distributed.get_rank() == 0
+    swapped = placement([[0, 1, 2, 4], [3, 5, 6, 7]])
+    wrong = {
+        "a layer": {"model.layers.7.mlp": layer.placement},
+        "a placement": {layer.name: placement([[0, 1], [2]])},
+        "no placement": {layer.name: [[0, 1], [2]]},
+        "on one rank": {layer.name: placement([[0, 1], [2]])} if on_first else {},
+        "other on one rank": {layer.name: swapped} if on_first else {layer.name: layer.placement},
+    }
     for name, placements in wrong.items():
         try:
             engine.place_experts(placements)
@@ -403,6 +411,9 @@ def test_what_is_refused() -> None:
         assert messages["one rank"].startswith("experts cannot be placed: the expert-parallel size is 1")
         assert messages["a layer"].startswith("there is no expert layer 'model.layers.7.mlp' here: name one of")
         assert messages["a placement"].startswith("model.layers.0.mlp has 8 experts on 2 ranks, the placement 3 on 2")
+        assert messages["no placement"].startswith("model.layers.0.mlp is to have [[0, 1], [2]], which is no Placement")
+        assert messages["on one rank"] == messages["a placement"]
+        assert messages["other on one rank"].startswith("rank 1 asks for another placement of model.layers.0.mlp than")
         assert len(rank["losses"]) == 2
         assert rank["engine"] == "PlainEngine"
 

@@ -145,6 +145,11 @@ class ExpertLayer:
 
     def check(self, placement: Placement) -> None:
         """Raise ValueError if the ranks cannot hold the experts so."""
+        if not isinstance(placement, Placement):
+            raise ValueError(
+                f"{self.name} is to have {placement!r}, which is no Placement: give a "
+                "paceline.planning.experts.Placement, made of the experts of each rank."
+            )
         copies = [len(experts) - owned for experts, owned in zip(placement.devices, placement.owned, strict=True)]
         if (placement.num_experts, placement.num_devices) != (self.num_experts, self.size):
             raise ValueError(

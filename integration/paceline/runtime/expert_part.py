@@ -122,6 +122,25 @@ def expert_controller(
     return rebalancer, Controller(loads, {rebalancer: interval_of(section)}, agreement, decided, settle)
 
 
+def check_alike(told: Sequence[Mapping[str, Placement | None]]) -> None:
+    """Raise ValueError if ranks that have a layer ask for different placements of it.
+
+    Ranks send each other tokens and copies by their own placements, and would wait for what nobody sends, or take one
+    expert for another.
+
+    Args:
+        told: by each rank, the same on all, the placement that it asks for of each of its layers; None: of none.
+    """
+    asked: dict[str, Placement | None] = {}
+    for rank, layers in enumerate(told):
+        for name, placement in layers.items():
+            if asked.setdefault(name, placement) != placement:
+                raise ValueError(
+                    f"rank {rank} asks for another placement of {name} than the ranks before it: give all ranks that "
+                    "have this layer the same."
+                )
+
+
 class Experts:
     """Moves experts between the ranks of a stage, by the load or as somebody asks. All ranks make one together.
 
@@ -258,12 +277,14 @@ class Experts:
         with self._control.together("placing experts"):
             for name in placements.keys() & movable.keys():
                 movable[name].check(placements[name])
-        known = sorted({name for names in self._control.gather(list(movable)) for name in names})
-        if unknown := sorted(set(placements) - set(known)):
+        told = self._control.gather(({name: placements.get(name) for name in movable}, set(placements)))
+        known = sorted({name for layers, _ in told for name in layers})
+        if unknown := sorted({name for _, named in told for name in named} - set(known)):
             raise ValueError(
                 f"there is no layer {unknown[0]!r} whose experts can move: name one of {known}; they can where the "
                 'JSON has "expert_parallel" and "paceline": {"moe": {}}.'
             )
+        check_alike([layers for layers, _ in told])
         return {name: placement for name, placement in placements.items() if name in movable}
 
     # -- layers that move between stages -------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class PlainEngine(DeepSpeedEngine):
             from .plain_expert_part import PlainExperts
 
             groups = groups_here()
-            self.experts = PlainExperts(self, plan.moe, self.decisions, self.control.gather)
+            self.experts = PlainExperts(self, plan.moe, self.decisions, self.control)
             end_with(self, groups)
 
     @property

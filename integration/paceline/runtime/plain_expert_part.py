@@ -15,7 +15,7 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ..comm.control import Gather
+from ..comm.control import ControlPlane
 from ..config import exclusion
 from ..config.expert_choice import MoeChoice
 from ..config.section import SECTION, value_at
@@ -30,7 +30,7 @@ from ..moe.resharding import PLACEMENTS, SIZES, Spread, load_states
 from ..planning.experts import Placement
 from ..planning.tuning import DecisionLog
 from .controller import Controller
-from .expert_part import expert_controller
+from .expert_part import check_alike, expert_controller
 
 logger = logging.getLogger("paceline")
 
@@ -45,7 +45,7 @@ class PlainExperts:
     Args:
         engine: DeepSpeed's, with its optimizer.
         decided: gets the decisions.
-        gather: over the job.
+        control: over the job.
 
     Attributes:
         layers: by the name of the module, those whose experts can move.
@@ -55,11 +55,13 @@ class PlainExperts:
         ValueError: on every rank: experts cannot move with this config or in this model.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, section: MoeChoice, decided: DecisionLog, gather: Gather) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, section: MoeChoice, decided: DecisionLog, control: ControlPlane
+    ) -> None:
         if engine.sequence_parallel_size > 1:
             size = f"the sequence-parallel size is {engine.sequence_parallel_size}"
             raise ValueError(exclusion("moe", "sequence parallelism").message("paceline.moe is there", size))
-        self._engine = engine
+        self._engine, self._control = engine, control
         self.rebalancer: Rebalancer | None = None
         self.controller: Controller | None = None
         self.layers = take_over(engine.module, section, self._is_last_backward)
@@ -72,7 +74,7 @@ class PlainExperts:
                 self._late = LateStates(engine.optimizer, {part.parameter: None for part in parts})
                 states = self._late.settled(states)
                 expect, settle = self._late.expect, self._late.settle
-                beside = BesideSteps.of_ranks(gather, group, device, expect=expect, settle=settle)
+                beside = BesideSteps.of_ranks(control.gather, group, device, expect=expect, settle=settle)
             self.rebalancer, self.controller = expert_controller(
                 *(layers, states, group, device, section, decided), beside=beside
             )
@@ -126,7 +128,9 @@ class PlainExperts:
         Raises:
             ValueError: there is no such layer, or it cannot have such a placement; nothing has moved then.
         """
-        return self._there().place(placements)
+        rebalancer = self._there()
+        self._numbered(placements)
+        return rebalancer.place(placements)
 
     def prepare(self, placements: Mapping[str, Placement]) -> bool:
         """Send values that :meth:`place` is to move later beside the steps until then. Between two steps, on all ranks.
@@ -137,12 +141,18 @@ class PlainExperts:
         Raises:
             ValueError: as from :meth:`place`.
         """
-        rebalancer = self._there()
-        return rebalancer.prepare(rebalancer.numbered(placements))
+        return self._there().prepare(self._numbered(placements))
 
     def is_prepared(self) -> bool:
         """Whether all that :meth:`prepare` sends has arrived on all ranks. Collective."""
         return self._there().is_prepared()
+
+    def _numbered(self, placements: Mapping[str, Placement]) -> dict[int, Placement]:
+        """By the numbers of layers; raises ValueError on all ranks where one cannot be, or they ask for different."""
+        with self._control.together("placing experts"):
+            found = self._there().numbered(placements)
+        check_alike(self._control.gather({name: placements.get(name) for name in self.layers}))
+        return found
 
     def _there(self) -> Rebalancer:
         if self.rebalancer is None:

@@ -62,13 +62,13 @@ class Layer(nn.Module):
 
 
 class Control:
-    """This rank and another one, which has the layers ``others``."""
+    """This rank and another one, which has the layers ``others`` and asks for these placements of them."""
 
-    def __init__(self, others: Sequence[str] = ()) -> None:
-        self.others = list(others)
+    def __init__(self, others: Mapping[str, Placement | None] | None = None) -> None:
+        self.others = others or {}
 
     def gather(self, value: Any) -> list[Any]:
-        return [value, self.others]
+        return [value, (self.others, set(self.others))]
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -124,7 +124,12 @@ def shared(*, size: int = 2, with_layer: bool = True) -> tuple[SharedExperts, La
     return SharedExperts({"mlp": layer} if with_layer else {}, ExpertGroups(size, "sharing")), layer
 
 
-def experts(of: SharedExperts, section: MoeChoice | None, others: Sequence[str] = (), stages: Any = None) -> Experts:
+def experts(
+    of: SharedExperts,
+    section: MoeChoice | None,
+    others: Mapping[str, Placement | None] | None = None,
+    stages: Any = None,
+) -> Experts:
     control: Any = Control(others)
     return Experts(
         of,
@@ -182,7 +187,7 @@ def test_the_section_needs_experts_on_several_ranks() -> None:
 
 
 def test_placements_that_are_asked_for_go_to_the_layers_that_are_here() -> None:
-    part = experts(shared()[0], MoeChoice(), others=["other"])
+    part = experts(shared()[0], MoeChoice(), others={"other": SWAPPED})
     found: Any = part.rebalancer
     assert part.place({"mlp": SWAPPED, "other": SWAPPED})["moved"] == 2
     assert found.calls == [{"mlp": SWAPPED}]
@@ -193,8 +198,26 @@ def test_placements_that_are_asked_for_go_to_the_layers_that_are_here() -> None:
     assert found.calls == [{"mlp": SWAPPED}]
 
 
+@pytest.mark.parametrize("other", [SWAPPED, None, Placement(((0, 1, 3), (2, 3)), (2, 2))])
+def test_ranks_that_ask_for_different_placements_of_a_layer_are_told_so(other: Placement | None) -> None:
+    """Those of another rank for the same layer: another owner, none, other copies."""
+    part = experts(shared()[0], MoeChoice(replicas=1), others={"mlp": other})
+    found: Any = part.rebalancer
+    with pytest.raises(ValueError, match="rank 1 asks for another placement of mlp than the ranks before it: give all"):
+        part.place({"mlp": IN_ORDER})
+    assert found.calls == []
+
+
+def test_what_only_another_rank_calls_a_layer_is_refused_here_too() -> None:
+    part = experts(shared()[0], MoeChoice())
+    control: Any = part._control
+    control.gather = lambda value: [value, ({}, {"nowhere"})]
+    with pytest.raises(ValueError, match="no layer 'nowhere' whose experts can move"):
+        part.place({"mlp": SWAPPED})
+
+
 def test_a_stage_without_experts_takes_part() -> None:
-    part = experts(shared(with_layer=False)[0], MoeChoice(), others=["other"], stages="stages")
+    part = experts(shared(with_layer=False)[0], MoeChoice(), others={"other": SWAPPED}, stages="stages")
     found: Any = part.rebalancer
     part.place({"other": SWAPPED})
     assert found.calls == [{}]
