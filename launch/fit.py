@@ -93,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
         gradient_checkpointing=checkpointing,
         half_layers=resolved.half_layers,
     )
-    items = shared_memory(config, items, resolved.expert_parallel, half_layers=resolved.half_layers)
+    items = shared_memory(
+        config, items, resolved.expert_parallel, resolved.num_copies, half_layers=resolved.half_layers
+    )
     if resolved.head_slices > 1:
         items = with_head_slices(items, resolved.head_slices)
     choice = resolved.schedule

@@ -191,6 +191,12 @@ def test_each_rank_holds_its_share_of_the_experts(fit: Any, model: str) -> None:
         assert row["items"] == own["items"]
         for name, size in (("weights", 4), ("gradients", 4), ("moments", 8)):
             assert row[name] - own[name] == size * elsewhere
+    config = ds(2, expert_parallel={"enabled": True, "autoep_size": 2})
+    config["paceline"]["moe"] = {"replicas": 1}
+    copied, _ = fit(config, *argv)
+    for own, row in zip(shared["memory"], copied["memory"], strict=True):
+        for name, size in (("weights", 4), ("gradients", 4), ("moments", 0)):
+            assert row[name] - own[name] == size * elsewhere // 2, "one expert of each layer"
 
 
 def test_the_fewest_stages_are_those_of_a_run(fit: Any, model: str) -> None:

@@ -84,6 +84,11 @@ class RunPlan:
         return resolve_moe(self.section.moe)
 
     @property
+    def num_copies(self) -> int:
+        """Slots that each rank has for copies of experts, in each layer."""
+        return 0 if self.moe is None else self.moe.replicas
+
+    @property
     def natural_gradient(self) -> NaturalGradientConfig | None:
         """Natural gradients of linear layers; None: ordinary ones."""
         return self.section.natural_gradient

@@ -80,13 +80,17 @@ class States:
             overlaps=_object(ds_config, "zero_optimization").get("overlap_comm") is not False,
         )
 
-    def of(self, num_parameters: int, elsewhere: int = 0, empty: int = 0) -> tuple[float, float, float, float]:
+    def of(
+        self, num_parameters: int, elsewhere: int = 0, empty: int = 0, copied: int = 0
+    ) -> tuple[float, float, float, float]:
         """Bytes of (weights, gradients, masters, moments) for so many parameters, on each rank.
 
         Args:
             elsewhere: those of them that are on other ranks only, of experts that replicas share. Each rank holds as
                 many, and with ZeRO 1 the states of all are spread over all replicas in any case.
             empty: parameters for which the ranks that share experts have room together, and no expert.
+            copied: for which a rank has room for copies of experts besides: values, and gradients in fp32 until the
+                last backward of a step, and no states.
 
         Where updates are made between steps, fp32 weights are their own masters. With ZeRO 1 the rows of one parameter
         that a rank owns are whole, so a rank may have a little more or less than its share.
@@ -98,8 +102,9 @@ class States:
         has_masters = self.beside or self.weight_bytes < MASTER_BYTES
         masters = MASTER_BYTES * owned if has_masters else 0.0
         return (
-            float(self.weight_bytes * here),
-            float((self.gradient_bytes or MASTER_BYTES) * trained * self.gradient_sets),
+            float(self.weight_bytes * (here + copied)),
+            float((self.gradient_bytes or MASTER_BYTES) * trained * self.gradient_sets)
+            + MASTER_BYTES * self.trained * copied,
             masters,
             self.num_moments * MASTER_BYTES * owned,
         )
@@ -131,6 +136,7 @@ class ItemMemory(NamedTuple):
         working_bytes: beyond that while it computes: what is recomputed, or the logits and their gradient.
         elsewhere: parameters of its experts that a rank of the stage does not hold, since others do.
         empty: parameters for which the ranks that share its experts have room together beyond these.
+        copied: parameters of the slots that each rank has for copies of its experts.
         first_bytes: kept besides by a live micro-batch where the item is the first of its stage: the input of the
             second half of a recomputed layer, whose first half has it otherwise.
         is_second: the second half of the decoder layer that the item before it begins. A stage that has both recomputes
@@ -145,14 +151,15 @@ class ItemMemory(NamedTuple):
     working_bytes: float = 0.0
     elsewhere: int = 0
     empty: int = 0
+    copied: int = 0
     first_bytes: float = 0.0
     is_second: bool = False
     is_slice: bool = False
 
     @property
-    def counts(self) -> tuple[int, int, int]:
+    def counts(self) -> tuple[int, int, int, int]:
         """Arguments of :meth:`States.of`."""
-        return self.num_parameters, self.elsewhere, self.empty
+        return self.num_parameters, self.elsewhere, self.empty, self.copied
 
 
 @dataclass(frozen=True)

@@ -408,7 +408,6 @@ def make_migrator(engine: PacelineEngine) -> Migrator | None:
     is_cut, shared = grid.get_slice_parallel_world_size() > 1, engine.shared_experts
     slice_name = f" (slice {grid.get_slice_parallel_rank()})" if is_cut else ""
     share_name = f" (experts {shared.number})"
-    num_copies = 0 if engine.plan.moe is None else engine.plan.moe.replicas
     learned = [engine.experts] if shared.groups.size > 1 else []
     device = torch.device(engine.device)
     if device.type == "cuda" and staging_for(device) is None:
@@ -416,7 +415,7 @@ def make_migrator(engine: PacelineEngine) -> Migrator | None:
         dist.all_reduce(torch.zeros(1, device=device))
     return Migrator(
         engine.control,
-        Seat(engine.global_rank, engine.stage_id, engine.pipe_number, slice_name, share_name, num_copies),
+        Seat(engine.global_rank, engine.stage_id, engine.pipe_number, slice_name, share_name, engine.plan.num_copies),
         engine.layers,
         engine.optimizer,
         device,

@@ -79,6 +79,7 @@ def hetero_boundaries(
     schedule: ScheduleChoice,
     states: States,
     expert_parallel: int = 1,
+    num_copies: int = 0,
     profile: str | Path | None = None,
     memory_bytes: int | None = None,
     may_recompute: bool = False,
@@ -96,6 +97,7 @@ def hetero_boundaries(
         schedule: what the run begins with decides how many micro-batches are alive.
         states: how optimizer states are kept (:meth:`States.from_config`).
         expert_parallel: replicas that share experts. A layer is measured with all of them.
+        num_copies: slots of a rank for copies of experts, in each layer.
         profile: path of a profile file.
         memory_bytes: of each device that may be counted on; None: what is free.
         may_recompute: activations of layers may be computed again where stages do not fit otherwise, or are faster so
@@ -147,7 +149,7 @@ def hetero_boundaries(
             if given is not None:  # its layers as they were measured, in whichever dtype
                 measured = replace(given, devices=measured.devices, links=measured.links)
             plan, again = fastest_stages(
-                _memory(config, shape, items, expert_parallel),
+                _memory(config, shape, items, expert_parallel, num_copies),
                 [(item.forward_s, item.backward_s) for item in items],
                 [Device(own.speed, memory_bytes or own.free_bytes) for own in devices],
                 states,
@@ -292,7 +294,7 @@ class _Path(NamedTuple):
 
 
 def _memory(
-    config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile], expert_parallel: int
+    config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile], expert_parallel: int, num_copies: int
 ) -> list[ItemMemory]:
     """What was measured; what an item works with is counted, where that can be."""
     try:
@@ -307,13 +309,13 @@ def _memory(
         )
         for number, (item, (working, first)) in enumerate(zip(items, counted, strict=True))
     ]
-    return shared_memory(config, memories, expert_parallel, half_layers=shape.half_layers)
+    return shared_memory(config, memories, expert_parallel, num_copies, half_layers=shape.half_layers)
 
 
 def shared_memory(
-    config: PretrainedConfig, items: Sequence[ItemMemory], expert_parallel: int, *, half_layers: bool
+    config: PretrainedConfig, items: Sequence[ItemMemory], expert_parallel: int, num_copies: int, *, half_layers: bool
 ) -> list[ItemMemory]:
-    """Memory of the items where so many ranks share the experts of each layer."""
+    """Memory of the items where so many ranks share the experts of each layer, and have so many slots for copies."""
     if expert_parallel == 1:
         return list(items)
     with quiet():
@@ -323,7 +325,10 @@ def shared_memory(
         experts = [each for module in block.modules for each in experts_of(module).values()]
         whole = sum(p.numel() for each in experts for p in each.parameters())
         share = sum(share_of(each, expert_parallel) for each in experts)
-        found[number] = found[number]._replace(elsewhere=whole - share, empty=expert_parallel * share - whole)
+        copied = num_copies * sum(share_of(each, each.num_experts) for each in experts)
+        found[number] = found[number]._replace(
+            elsewhere=whole - share, empty=expert_parallel * share - whole, copied=copied
+        )
     return found
 
 

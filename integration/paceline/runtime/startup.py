@@ -438,6 +438,7 @@ def first_partition(
         schedule=resolved.schedule,
         states=_states(resolved),
         expert_parallel=resolved.expert_parallel,
+        num_copies=resolved.num_copies,
         profile=choice.profile,
         memory_bytes=choice.memory_bytes,
         may_recompute=fits,
@@ -514,7 +515,9 @@ def as_it_takes(
     boundaries = partition_items(items, len(routes[0]), method, route_of_chunks(routes))
     try:
         memories = count_items(hf_config, **shape._asdict())
-        memories = shared_memory(hf_config, memories, resolved.expert_parallel, half_layers=shape.half_layers)
+        memories = shared_memory(
+            hf_config, memories, resolved.expert_parallel, resolved.num_copies, half_layers=shape.half_layers
+        )
     except ValueError as error:
         raise ValueError(f'{PATH} is "{FIT}", which counts what layers keep; write a number. {error}') from None
     seconds = [(item.work / 3, item.work / 1.5) for item in items]

@@ -50,6 +50,11 @@ def test_states_of_experts_that_are_no_multiple_of_the_ranks() -> None:
     assert States(data_parallel=2, shard=True).of(N, 200, 200) == (3200, 3200, 0, 8 * (400 + 200))
 
 
+def test_copies_of_experts_have_values_and_gradients() -> None:
+    assert States(weight_bytes=2, data_parallel=2).of(N, copied=200) == (2400, 4800, 4000, 8000)
+    assert States(data_parallel=2, shard=True, trained=0.0).of(N, copied=200) == (4800, 0, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
