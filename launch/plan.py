@@ -228,7 +228,8 @@ def _measured(args: argparse.Namespace, cluster: Cluster, directory: Path) -> Cl
 
 
 def _output(command: list[str]) -> str:
-    """The output of a job that ends with all its ranks within :data:`MEASURE_S`, or is killed."""
+    """The output of a job that ends with all its ranks within :data:`MEASURE_S`, or is killed; SIGTERM kills it too."""
+    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
         return job.communicate(timeout=MEASURE_S)[0]
@@ -238,6 +239,7 @@ def _output(command: list[str]) -> str:
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
+        signal.signal(signal.SIGTERM, former)
 
 
 def _profile(args: argparse.Namespace) -> Profile | None:

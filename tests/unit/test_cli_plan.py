@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -487,6 +490,18 @@ def test_what_cannot_be(
     assert err.startswith("paceline: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_sigterm_while_measuring_ends_the_ranks(tmp_path: Path) -> None:
+    line = tmp_path / "line"
+    os.mkfifo(line)
+    rank = f"exec 3> {line}; echo started >&3; sleep 60; echo survived >&3"
+    code = f"from paceline.launch.plan import _output; _output({['sh', '-c', rank]!r})"
+    with subprocess.Popen([sys.executable, "-c", code]) as command, line.open() as told:
+        assert told.readline() == "started\n"
+        command.terminate()
+        assert told.read() == ""
+    assert command.returncode == 143
 
 
 def test_routing_of_a_dense_model(plan: Any, tmp_path: Path) -> None:
