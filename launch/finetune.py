@@ -19,6 +19,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from paceline.comm.single_process import become_a_world, is_alone
@@ -60,6 +61,8 @@ OVERRULED = {
 }
 """A flag on the command line, and the embedded default's flag that would contradict it."""
 
+_MEETING = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 MODEL_FLAGS = ("model_name_or_path", "model_type", "config_name")
 
 
@@ -73,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if is_alone(os.environ):
         become_a_world(os.environ)
-    elif "RANK" not in os.environ:
-        text = "RANK is not in the environment, and a launcher of several processes (mpirun, srun) has started this one"
-        print(f"paceline: error: {text}: start with deepspeed or torchrun, or set RANK.", file=sys.stderr, flush=True)
+    elif absent := _absent_variables():
+        text = f"a launcher of several processes (mpirun, srun) has started this one without {', '.join(absent)}"
+        print(f"paceline: error: {text}: start with deepspeed or torchrun, or set them.", file=sys.stderr, flush=True)
         return 2
     rank = int(os.environ["RANK"])
     _set_up_logging(rank)
@@ -91,6 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:
             return _fail(rank, error)
         return _leave_together(code)
+
+
+def _absent_variables() -> list[str]:
+    """Those that the ranks need to meet, and do not have; DeepSpeed asks MPI for all but RANK if there is mpi4py."""
+    absent = [name for name in _MEETING if not os.environ.get(name)]
+    return absent if "RANK" in absent or find_spec("mpi4py") is None else []
 
 
 def _train(argv: list[str]) -> None:

@@ -10,7 +10,15 @@ import pytest
 
 from paceline.checkpoint import CheckpointError
 from paceline.hf.arguments import parse
-from paceline.launch.finetune import EMBEDDED_MODEL, _command, _fail, _set_up_logging, _train, _with_embedded_defaults
+from paceline.launch.finetune import (
+    EMBEDDED_MODEL,
+    _command,
+    _fail,
+    _set_up_logging,
+    _train,
+    _with_embedded_defaults,
+    main,
+)
 
 
 def test_without_flags_the_embedded_model_is_trained() -> None:
@@ -159,6 +167,29 @@ def test_exit_codes(
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert _fail(0, error) == code
     assert capsys.readouterr().err == f"paceline: error: {told}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "absent"),
+    [
+        (("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "RANK, LOCAL_RANK"),
+        (("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "LOCAL_RANK"),
+    ],
+)
+def test_a_launcher_that_sets_not_all_variables(
+    given: tuple[str, ...], absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+        if name not in given:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr("paceline.launch.finetune.find_spec", lambda name: None)  # of mpi4py
+    # Flags that are wrong: were the variables not looked at, these would end it.
+    assert main(["--no_such_flag"]) == 2
+    rule = f"a launcher of several processes (mpirun, srun) has started this one without {absent}"
+    assert capsys.readouterr().err == f"paceline: error: {rule}: start with deepspeed or torchrun, or set them.\n"
 
 
 @pytest.fixture
