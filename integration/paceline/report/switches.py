@@ -77,14 +77,21 @@ def configurations(metrics: Iterable[Mapping[str, Any]], resumed_from: int = 0) 
 class _Steps:
     """The steps of a run, by how they ran."""
 
-    def __init__(self, ran: Sequence[Configuration]) -> None:
-        self.ran = ran
+    def __init__(self, ran: Sequence[Configuration], resumed_from: int) -> None:
+        self.ran, self.resumed_from = ran, resumed_from
         self.last_step = ran[-1].last_step if ran else 0
-        alike: dict[tuple[str, tuple[int, ...]], list[float]] = {}
+        alike: dict[tuple[str, tuple[int, ...], bool], list[float]] = {}
         for one in ran:
-            alike.setdefault((one.candidate, one.partition), []).extend(one.steady_s)
-        self.typical_s = {key: median(seconds) for key, seconds in alike.items()}
-        """Median of a step by candidate and partition, whenever it ran so."""
+            alike.setdefault((one.candidate, one.partition, self.is_resumed(one)), []).extend(one.steady_s)
+        self._typical_s = {key: median(seconds) for key, seconds in alike.items()}
+
+    def is_resumed(self, one: Configuration) -> bool:
+        """Whether it ran after the resumption, maybe in another number of ranks."""
+        return one.first_step > self.resumed_from
+
+    def typical_s(self, candidate: str, like: Configuration) -> float | None:
+        """Median of a step that ran so, whenever it did, with the partition and in the part of the run of ``like``."""
+        return self._typical_s.get((candidate, like.partition, self.is_resumed(like)))
 
     def at(self, step: int) -> Configuration | None:
         """The configuration of a step."""
@@ -106,15 +113,18 @@ def _first_step(one: Configuration) -> int:
     return one.first_step
 
 
-def decisions(logged: Sequence[Mapping[str, Any]], ran: Sequence[Configuration]) -> list[dict[str, Any]]:
+def decisions(
+    logged: Sequence[Mapping[str, Any]], ran: Sequence[Configuration], resumed_from: int = 0
+) -> list[dict[str, Any]]:
     """All decisions with what was predicted and what was measured afterwards; in order of steps.
 
     Args:
         logged: the decisions as they were logged.
         ran: how the steps ran.
+        resumed_from: step after which the last part of the run began, which no decision before it was about.
     """
     ordered = sorted(logged, key=lambda decision: decision["step"])  # stable: schedule before partition
-    steps = _Steps(ran)
+    steps = _Steps(ran, resumed_from)
     moved_at = {one["step"] for one in ordered if one["what"] == PARTITION and one["switched"]}
     before = [0, *sorted({one["step"] for one in ordered})]
     later: dict[str, list[Mapping[str, Any]]] = {}
@@ -169,9 +179,9 @@ def _decision(
             "bytes": migration.get("bytes") if switched else None,
             "experts": logged.get("moved"),
         },
-        # The fastest by prediction first; measured is what ran with the same partition at any time of the run.
+        # The fastest by prediction first; measured is what ran with the same partition at any time.
         "candidates": [
-            {"schedule": name, "predicted_s": s, "step_s": before and steps.typical_s.get((name, before.partition))}
+            {"schedule": name, "predicted_s": s, "step_s": before and steps.typical_s(name, before)}
             for name, s in sorted((logged.get("predicted_s") or {}).items(), key=lambda item: (item[1], item[0]))
         ],
         "after": None if overruled else _after(logged, steps, following),
@@ -194,7 +204,11 @@ def _ends(logged: Mapping[str, Any], before: Configuration | None) -> tuple[dict
 def _after(logged: Mapping[str, Any], steps: _Steps, following: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Measurements until the ``following`` decision, and the error of the prediction."""
     step, is_experts = logged["step"], logged["what"] == EXPERTS
+    if step <= steps.resumed_from and following is not None and following["step"] > steps.resumed_from:
+        following = None  # it looked at what the resumed run does
     until = steps.last_step if following is None else following["step"]
+    if step <= steps.resumed_from:
+        until = min(until, steps.resumed_from)
     seconds = steps.steady_s(step + 1, until)
     if until <= step or (not seconds and following is None):
         return None

@@ -113,6 +113,7 @@ def test_of_a_run_that_goes_on_only_its_own_part_is_compared(tmp_path: Path) -> 
     assert report["run"]["resumed_from_step"] == 50
     assert report["headline"]["saved"] is None  # no switch since
     assert [one["first_step"] for one in report["configurations"]][-1] == 51
+    assert report["timelines"][-1]["after"] is None  # step 52 is the other run's
 
 
 @pytest.mark.parametrize("name", ["tuned", "experts", "island0"])

@@ -166,3 +166,14 @@ def test_a_prediction_is_compared_at_the_next_look_of_its_own_kind() -> None:
     first, *_ = decisions(logged, [steps(1, [2.0] * 12)])
     assert first["after"]["measured_s"] == 2.5
     assert first["after"]["error"] == pytest.approx(0.25)
+
+
+def test_what_runs_after_a_resumption_is_no_effect_of_earlier_decisions() -> None:
+    told = {"what": "schedule", "switched": False, "why": "", "switch_s": 0.0, "from": "", "to": ""}
+    told |= {"predicted_now_s": 2.0, "predicted_best_s": 2.0, "predicted_s": {"1f1b, micro-batch 2": 2.0}}
+    logged = [told | {"step": step, "measured_s": measured_s} for step, measured_s in ((4, 2.1), (10, 1.1))]
+    early, late = decisions(logged, [steps(1, [2.0] * 6), steps(7, [1.0] * 6)], resumed_from=6)
+    after = early["after"]
+    assert (after["last_step"], after["step_s"], after["measured_s"], after["error"]) == (6, 2.0, None, None)
+    assert [decision["candidates"][0]["step_s"] for decision in (early, late)] == [2.0, 1.0]
+    assert late["after"]["step_s"] == 1.0
