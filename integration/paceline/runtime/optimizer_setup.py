@@ -31,8 +31,10 @@ def basic_optimizer(
         client_optimizer: an optimizer, a function that makes one, or None.
         parameters: or groups of them.
     """
-    parameters = parameters or [{"params": []}]  # of a stage that is frozen; torch.optim refuses an empty list
     device = torch.device(engine.device)
+    # Of a stage that is frozen: torch.optim refuses an empty list, and functions of the caller sort parameters.
+    nothing = nn.Parameter(torch.empty(0, 0, device=device))
+    parameters = parameters or [nothing]
     if isinstance(client_optimizer, torch.optim.Optimizer):
         basic = client_optimizer
     elif client_optimizer is not None:
@@ -43,7 +45,8 @@ def basic_optimizer(
         check_deepspeeds(str(engine.optimizer_name()), device)
         basic = engine._configure_basic_optimizer(parameters)  # one of DeepSpeed's own
     for group in basic.param_groups:
-        group["params"] = [p for p in group["params"] if p.requires_grad]
+        group["params"] = [p for p in group["params"] if p.requires_grad and p is not nothing]
+    basic.state.pop(nothing, None)
     return basic
 
 

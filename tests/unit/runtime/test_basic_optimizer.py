@@ -1,0 +1,32 @@
+"""The optimizer of the caller, over what trains on a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.runtime.optimizer_setup import basic_optimizer
+
+ENGINE: Any = SimpleNamespace(device="cpu")
+
+
+def sorted_by_decay(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    own = list(parameters)
+    matrices, others = [p for p in own if p.dim() > 1], [p for p in own if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.Adagrad(groups, lr=0.1)  # makes its states at once
+
+
+def test_a_frozen_stage_has_the_groups_of_the_others() -> None:
+    """The function got a dict, as it sorts parameters on other stages."""
+    basic = basic_optimizer(ENGINE, sorted_by_decay, [])
+    assert [(group["params"], group["weight_decay"]) for group in basic.param_groups] == [([], 0.1), ([], 0.0)]
+    assert not basic.state
+    weight, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    basic = basic_optimizer(ENGINE, sorted_by_decay, [weight, bias])
+    assert [len(group["params"]) for group in basic.param_groups] == [1, 1]
+    assert basic.state.keys() == {weight, bias}
