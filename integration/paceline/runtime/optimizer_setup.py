@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from inspect import signature
 from typing import TypeAlias
 
 import torch
@@ -11,6 +12,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import nn
 
+from ..config.optimizers import ELEMENTWISE
 from ..config.section import value_at
 from ..optim.step_options import StepOptions
 from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_class
@@ -30,6 +32,9 @@ def basic_optimizer(
         engine: DeepSpeed's.
         client_optimizer: an optimizer, a function that makes one, or None.
         parameters: or groups of them.
+
+    Raises:
+        ValueError: it cannot train a pipeline.
     """
     device = torch.device(engine.device)
     # Of a stage that is frozen: torch.optim refuses an empty list, and functions of the caller sort parameters.
@@ -47,6 +52,12 @@ def basic_optimizer(
     for group in basic.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad and p is not nothing]
     basic.state.pop(nothing, None)
+    closure = signature(basic.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"optimizer is a {type(basic).__name__}, whose step needs a closure that computes the loss again, and a "
+            f"pipeline's step computes it once: choose one of {', '.join(sorted(ELEMENTWISE))}."
+        )
     return basic
 
 

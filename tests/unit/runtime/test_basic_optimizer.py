@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -30,3 +31,10 @@ def test_a_frozen_stage_has_the_groups_of_the_others() -> None:
     basic = basic_optimizer(ENGINE, sorted_by_decay, [weight, bias])
     assert [len(group["params"]) for group in basic.param_groups] == [1, 1]
     assert basic.state.keys() == {weight, bias}
+
+
+def test_an_optimizer_that_calls_the_model_is_refused() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match=r"optimizer is a LBFGS, whose step needs a closure .*: choose one of .*AdamW"):
+        basic_optimizer(ENGINE, torch.optim.LBFGS, parameters)
+    assert basic_optimizer(ENGINE, torch.optim.SGD, parameters).param_groups[0]["params"] == parameters
