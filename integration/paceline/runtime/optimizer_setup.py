@@ -69,7 +69,7 @@ def check_own_parameters(basic: torch.optim.Optimizer, own: Collection[nn.Parame
             f"the optimizer has a parameter of shape {list(outsiders[0].shape)} that is not in the module, "
             f"one stage of the model that this {type(basic).__name__} was made for: pass a function of the "
             "stage's parameters (optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)), or name "
-            'one under "optimizer" in the JSON.'
+            'one under "optimizer" in the JSON; leave model_parameters out if they are those of the whole model.'
         )
 
 

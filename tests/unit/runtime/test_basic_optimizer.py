@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.runtime.optimizer_setup import basic_optimizer
+from paceline.runtime.optimizer_setup import basic_optimizer, check_own_parameters
 
 ENGINE: Any = SimpleNamespace(device="cpu")
 
@@ -38,3 +38,11 @@ def test_an_optimizer_that_calls_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"optimizer is a LBFGS, whose step needs a closure .*: choose one of .*AdamW"):
         basic_optimizer(ENGINE, torch.optim.LBFGS, parameters)
     assert basic_optimizer(ENGINE, torch.optim.SGD, parameters).param_groups[0]["params"] == parameters
+
+
+def test_the_whole_models_parameters_are_refused_with_the_remedy() -> None:
+    """A JSON that names an optimizer does not help where ``model_parameters`` were listed before the model was cut."""
+    own, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    check_own_parameters(torch.optim.SGD([own]), {own})
+    with pytest.raises(ValueError, match=r"parameter of shape \[3\] that is not .*; leave model_parameters out if"):
+        check_own_parameters(torch.optim.SGD([own, other]), {own})
