@@ -9,6 +9,60 @@ from torch import Tensor
 
 from .background_rounds import Messages
 
+_IGNORED = -100
+"""Label of a token that has no loss."""
+
+
+class StepLoss:
+    """The loss of a step without a pipeline, from those of its micro-batches.
+
+    A micro-batch without a label counts nothing: its mean is NaN, and its gradients are zero.
+    """
+
+    def __init__(self) -> None:
+        self._told: list[tuple[Tensor, Tensor]] = []
+        self._of_forwards: list[tuple[Tensor, Tensor]] = []
+        """Losses that the model returns, for where nobody tells one."""
+        self._adds_up = False
+        self._counts = torch.ones(())
+        self._last = torch.tensor(math.nan)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a loss was told since :meth:`take`."""
+        return bool(self._told or self._of_forwards)
+
+    def begin(self, labels: object) -> None:
+        """A micro-batch has these labels ``[B, S]``, which the model shifts; or the model gets none."""
+        self._counts = torch.ones(())
+        if isinstance(labels, Tensor):
+            self._counts = (labels[..., 1:] if labels.dim() > 1 else labels).ne(_IGNORED).any().float()
+
+    def add_forwards(self, loss: Tensor) -> None:
+        """The model has returned this loss."""
+        self._of_forwards.append((loss, self._counts.to(loss.device)))
+
+    def tell(self, loss: Tensor, *, adds_up: bool) -> None:
+        """The loss of the micro-batch, as its gradients are computed.
+
+        Args:
+            adds_up: losses of micro-batches are shares in that of the step, as Trainer's are.
+        """
+        loss = loss.detach().float()
+        self._told.append((loss, self._counts.to(loss.device)))
+        self._adds_up = adds_up
+
+    def take(self) -> Tensor:
+        """That of the step, which ends; that of the step before where no micro-batch counts, NaN where none is told."""
+        told = self._told or self._of_forwards
+        self._told, self._of_forwards = [], []
+        if not told:
+            return torch.tensor(math.nan)
+        losses, counts = map(torch.stack, zip(*told, strict=True))
+        loss = torch.where(counts > 0, losses, 0.0).sum() / (1.0 if self._adds_up else counts.sum())
+        self._last = torch.where(counts.sum() > 0, loss, self._last.to(loss.device))
+        return self._last
+
 
 class PeriodLoss:
     """Mean loss over the tokens since the last exchange."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PlainMasters
+from ..averaging.period_loss import StepLoss
 from ..checkpoint import CheckpointError
 from ..comm.control import ControlPlane
 from ..comm.groups import end_with, groups_here
@@ -76,11 +76,7 @@ class PlainEngine(DeepSpeedEngine):
             written = f"the engine has tensor parallelism over {self.mp_world_size} ranks"
             raise ValueError(row.message("paceline.averaging is there", written))
         self._tokens = 0
-        self._losses: list[torch.Tensor] = []
-        self._losses_of_forwards: list[torch.Tensor] = []
-        """Told where nobody calls :meth:`backward` or :meth:`scale`."""
-        self._losses_add_up = False
-        """Whether the losses of micro-batches are shares in that of the step, as Trainer's are."""
+        self._loss = StepLoss()
         self.averager = make_averager(
             plan.averaging,
             self.control,
@@ -162,14 +158,10 @@ class PlainEngine(DeepSpeedEngine):
         else:
             self._take_limited_step(self._max_change, *args, **kwargs)
         if self.averager is not None:
-            losses = self._losses or self._losses_of_forwards
-            self._losses, self._losses_of_forwards = [], []
-            if not losses and self.global_rank == 0:
+            if not self._loss.is_known and self.global_rank == 0:
                 _warn_of_no_loss()
             tokens, self._tokens = int(self.control.sum(torch.tensor([self._tokens]))), 0
-            loss = torch.stack(losses) if losses else torch.tensor([math.nan])
-            loss = loss.sum() if self._losses_add_up else loss.mean()
-            self.averager.after_step(self.global_steps, loss, tokens)
+            self.averager.after_step(self.global_steps, self._loss.take(), tokens)
 
     def _take_limited_step(self, max_change: FlatMaxChange, *args: Any, **kwargs: Any) -> None:
         max_change.before()
@@ -188,23 +180,22 @@ class PlainEngine(DeepSpeedEngine):
         if self.averager is not None and torch.is_grad_enabled():
             self.averager.join(self.global_steps)
             self._tokens += _num_tokens(inputs, kwargs)
+            self._loss.begin(kwargs.get("labels"))
         outputs = super().forward(*inputs, **kwargs)
         if self.averager is not None and (loss := _loss_in(outputs)) is not None:
-            self._losses_of_forwards.append(loss)
+            self._loss.add_forwards(loss)
         return outputs
 
     def scale(self, loss: Any) -> Any:
         """As DeepSpeed's."""
         if self.averager is not None:
-            self._losses.append(loss.detach().float())
-            self._losses_add_up = False
+            self._loss.tell(loss, adds_up=False)
         return super().scale(loss)
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """As DeepSpeed's."""
         if self.averager is not None:
-            self._losses.append(loss.detach().float())
-            self._losses_add_up = not scale_wrt_gas
+            self._loss.tell(loss, adds_up=not scale_wrt_gas)
         return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
     def destroy(self) -> None:
