@@ -119,6 +119,54 @@ def test_any_pipeline_module(stages: int, replicas: int) -> None:
                 torch.testing.assert_close(found[1][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def additional_losses() -> list[Any]:
+    """Of a step and of the next one, of a module whose class has them, and of one that was given them."""
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    import paceline
+
+    class Reporting(PipelineModule):  # type: ignore[misc]
+        def get_additional_losses(self) -> Any:
+            return {"size": self.loss_fn.last}
+
+    class Loss(nn.MSELoss):
+        last = torch.zeros(())
+
+        def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            self.last = outputs.detach().square().mean()
+            return super().forward(outputs, labels)
+
+    deepspeed.init_distributed()
+    results: list[Any] = []
+    for kind in (Reporting, PipelineModule):
+        for initialize in (deepspeed.initialize, paceline.initialize):
+            torch.manual_seed(0)
+            layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)]
+            module = kind(layers=layers, num_stages=2, loss_fn=Loss(), seed_layers=True)
+            if kind is PipelineModule:
+                module.get_additional_losses = lambda loss=module.loss_fn: {"size": loss.last}
+            parameters = list(module.parameters())
+            optimizer = {"type": "SGD", "params": {"lr": 1e-2}}
+            config = ds_config(optimizer=optimizer, zero_allow_untested_optimizer=True)
+            engine, *_ = initialize(model=module, model_parameters=parameters, config=config)
+            for step in range(2):
+                generator = torch.Generator().manual_seed(step)
+                batches = [tuple(torch.randn(2, 2, WIDTH, generator=generator)) for _ in range(4)]
+                loss = engine.train_batch(iter(batches)).item()
+                found = engine.agg_additional_losses
+                results.append((loss, found and {name: value.item() for name, value in found.items()}))
+    return results
+
+
+def test_additional_losses_are_reported_as_by_deepspeed() -> None:
+    for found in run_ranks(additional_losses, 2):
+        assert all(losses["size"] > 0 for _, losses in found)
+        for stock, ours in ((0, 2), (1, 3), (4, 6), (5, 7)):
+            assert found[ours][0] == pytest.approx(found[stock][0], rel=1e-6)
+            assert found[ours][1] == pytest.approx(found[stock][1], rel=1e-6)
+
+
 HUGGING_FACE_ONLY: dict[str, tuple[dict[str, Any], str]] = {
     "unequal replicas": (
         {"unequal_replicas": {}},

@@ -21,7 +21,8 @@ def comes_with_norm(engine: PacelineEngine) -> bool:
 
     All ranks find the same.
     """
-    is_only_one = type(engine.module).get_additional_losses is PipelineModule.get_additional_losses
+    own = getattr(engine.module.get_additional_losses, "__func__", None)  # which may be the object's, not the class's
+    is_only_one = own is PipelineModule.get_additional_losses
     is_all = engine.grid.pipe_parallel_size == dist.get_world_size()  # neither replicas nor a model axis
     is_of_one_rank = is_all and len(engine.support.routes) == 1
     return is_of_one_rank and engine.asynchronous is None and (is_only_one or engine.support.sums_tokens)
