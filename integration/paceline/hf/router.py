@@ -98,7 +98,7 @@ def router_loss_of(model: PreTrainedModel) -> RouterLoss | None:
     call, coefficient = found
     function = ast.unparse(call.func)
     known = len(call.args) == 4 and fingerprint(forward.__globals__[function]) in KNOWN
-    if not known or not _records_router_logits(model):
+    if not known or not _recorders(model):
         why = "no module records its router's logits" if known else f"its {function} cannot be cut over stages"
         raise UnsupportedModelError(
             f"{type(model).__name__} (model type {model.config.model_type!r}) cannot be a pipeline with "
@@ -106,6 +106,12 @@ def router_loss_of(model: PreTrainedModel) -> RouterLoss | None:
         )
     experts, top_k, weight = (_value(node, model, forward) for node in (call.args[1], call.args[2], coefficient))
     return RouterLoss(int(experts), int(top_k), float(weight))
+
+
+def has_routers(model: PreTrainedModel) -> bool:
+    """Whether the stage ``model`` holds a router: layers without experts stand between others, or behind them."""
+    kinds = tuple(getattr(recorder, "target_class", recorder) for recorder in _recorders(model))
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
@@ -138,9 +144,11 @@ def _balancing(forward: Callable[..., Any]) -> tuple[ast.Call, ast.expr] | None:
     return call, coefficient
 
 
-def _records_router_logits(model: PreTrainedModel) -> bool:
+def _recorders(model: PreTrainedModel) -> list[Any]:
+    """What transformers is told of the modules whose router logits it records."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return any("router_logits" in (getattr(part, "_can_record_outputs", None) or {}) for part in parts)
+    found = [(getattr(part, "_can_record_outputs", None) or {}).get("router_logits") for part in parts]
+    return [recorder for recorder in found if recorder is not None]
 
 
 def _value(expression: ast.expr, model: PreTrainedModel, forward: Callable[..., Any]) -> Any:

@@ -331,7 +331,7 @@ class CausalLMStage(nn.Module):
                 inputs[name] = tensor
         if self._takes_cache:  # with one, transformers does not keep apart the samples of a row
             inputs["use_cache"] = False
-        routed = self.router_loss is not None and self._has_routers
+        routed = self.router_loss is not None and router.has_routers(self.model)
         if self.router_loss is not None:
             inputs["output_router_logits"] = routed
         target = self.model if self._has_head else self._trunk[0]
@@ -379,12 +379,6 @@ class CausalLMStage(nn.Module):
         if rows is None:
             return {}
         return {own: rows for own in head.parameters(recurse=False) if len(own) == rows.stop - rows.start < rows.whole}
-
-    @property
-    def _has_routers(self) -> bool:
-        """Whether it holds the last block of a decoder layer, which is the one with the router."""
-        blocks = self.anatomy.blocks_per_layer
-        return self.cut.stop // blocks > self.cut.start // blocks
 
     def loss(
         self,

@@ -19,10 +19,12 @@ from transformers import (
     MixtralForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2MoeConfig,
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from paceline.hf.anatomy import UnsupportedModelError
+from paceline.hf.parity import check_split
 from paceline.hf.quiet_transformers import quiet
 from paceline.hf.router import KNOWN, RouterLoss, fingerprint, router_loss_of
 
@@ -153,3 +155,17 @@ def test_fingerprint_is_of_the_code_alone() -> None:
 
     assert len({first, fingerprint(two), fingerprint(one_more), fingerprint(one)}) == 4  # parentheses count
     assert fingerprint(load_balancing_loss_func) in KNOWN
+
+
+def test_last_stage_without_an_expert_layer_asks_for_no_router_logits() -> None:
+    """transformers would balance the experts of nothing, which fails."""
+    config = Qwen2MoeConfig(
+        **SMALL | {"num_hidden_layers": 3, "vocab_size": 32, "moe_intermediate_size": 8, "num_experts": 4},
+        num_key_value_heads=2,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0, 2],
+        output_router_logits=True,
+        pad_token_id=None,
+    )
+    with quiet():
+        assert check_split(config, 3, boundaries=[(2,), (1, 2)]).exact
