@@ -22,8 +22,8 @@ class Adapter:
             the order of registration is right.
         layers: name of the list of decoder layers, where the model holds several lists of that length.
         count: field of the config that says how many decoder layers there are.
-        neutral: attributes of the trunk, and the value with which they leave an incoming hidden state unchanged, for
-            stages that do not hold the embedding (an embedding multiplier becomes 1).
+        neutral: attributes of the trunk, or of its config, and the value with which they leave an incoming hidden state
+            unchanged, for stages that do not hold the embedding (an embedding multiplier becomes 1).
         adds: weightless children whose output is added to the embedding (tables of sinusoids), which no other stage
             may add again. Learned tables (``nn.Embedding``) are known for what they are and need no row.
         norm: child of the trunk that normalises twice, after the embedding and after the layers.
@@ -52,6 +52,7 @@ _GEMMA4 = Adapter(
 )
 
 ADAPTERS: dict[str, Adapter] = {
+    "afmoe": Adapter(neutral={"config.mup_enabled": False}),
     "granite": _MULTIPLIER,
     "granitemoe": _MULTIPLIER,
     "granitemoeshared": _MULTIPLIER,

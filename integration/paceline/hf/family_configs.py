@@ -42,6 +42,7 @@ _GRANITE = dict(embedding_multiplier=12.0, logits_scaling=6.0, residual_multipli
 _GEMMA4 = dict(global_head_dim=16, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
 
 EXTRA: dict[str, tuple[dict[str, Any], ...]] = {
+    "afmoe": (dict(), dict(mup_enabled=True)),
     "granite": (_GRANITE,),
     "granitemoe": (_GRANITE,),
     "granitemoeshared": (_GRANITE,),

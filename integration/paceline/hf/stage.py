@@ -9,6 +9,7 @@ Legend: B batch, S sequence, H hidden size, V vocabulary, E experts.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Container, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -239,7 +240,11 @@ class HalfLayer(nn.Module):
 
 
 def _neutralise(trunk: nn.Module, name: str, value: float) -> None:
-    if name in trunk._buffers:
+    if name.startswith("config."):
+        config = copy.copy(trunk.config)  # the model's own is what is exported
+        setattr(config, name.removeprefix("config."), value)
+        trunk.config = config
+    elif name in trunk._buffers:
         del trunk._buffers[name]
         neutral = torch.tensor(value, device="cpu")
         neutral._is_hf_initialized = True  # type: ignore[attr-defined]  # or the trunk's initialisation overwrites it
