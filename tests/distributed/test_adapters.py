@@ -460,6 +460,32 @@ def test_export_is_the_file_that_peft_writes(kind: str, changes: dict[str, Any],
         assert torch.equal(tensor, state[name]), name
 
 
+def with_more_tokens(base: str, folder: str) -> None:
+    """Adapters to a model that has got rows for new tokens, written in the run and as a checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    from paceline.runtime.model_export import export
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(104, mean_resizing=False)
+    engine = make_engine(1, model=peft.get_peft_model(model, adapter_config("lora")))
+    export(engine.module, f"{folder}/live", engine.control)
+    engine.save_checkpoint(folder, "checkpoint")
+
+
+def test_a_tied_embedding_with_new_rows_is_exported_beside_adapters(tmp_path: Path) -> None:
+    """PEFT writes an embedding whose size is not the base model's, by both of its names."""
+    from paceline.checkpoint.export import export_checkpoint
+
+    whole_model().save_pretrained(tmp_path / "base")
+    run_ranks(with_more_tokens, 1, str(tmp_path / "base"), str(tmp_path))
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "exported")
+    found, wanted = weights_of(tmp_path / "exported"), weights_of(tmp_path / "live")
+    assert found["base_model.model.model.embed_tokens.weight"].shape == (104, 32)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
 def moved(partitions: list[list[int]], **kwargs: Any) -> dict[str, Any]:
     """Every step in another partition."""
     engine = make_engine(len(partitions[0]) - 1, partition=partitions[0], **kwargs)

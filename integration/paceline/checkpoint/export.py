@@ -148,8 +148,10 @@ def _export_adapters(checkpoint: Checkpoint, target: Path, dtype: str, model: Pr
     name = (checkpoint.meta.get("model") or {}).get("adapter") or "default"
     adapters = peft.resolve_adapters(PeftConfig.from_pretrained(str(folder)), model, anatomy_of(model), name)
     # PEFT alone decides which tensors its file has: it is called with the parameters, without their values.
-    wanted = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
-    files = peft.adapter_state(model, adapters, model.state_dict(keep_vars=True))
+    parameters = model.state_dict(keep_vars=True)
+    # A tied weight has two names, of which a checkpoint has one.
+    wanted = {id(parameters[name]): name for name in hub_files.saved_names(model, parameters)}
+    files = peft.adapter_state(model, adapters, parameters)
     state = {file_name: wanted[id(tensor)] for file_name, tensor in files.items()}
     tensors = _state(checkpoint, model, dtype, list(state.values()))
     found = {file_name: tensors[name] for file_name, name in state.items()}

@@ -407,8 +407,14 @@ def save_adapter_config(model: PreTrainedModel, adapters: Adapters, folder: Path
 
 
 def write_adapters(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write ``adapter_model.safetensors``."""
-    write_tensors({name: state[name] for name in sorted(state)}, folder / WEIGHTS)
+    """Write ``adapter_model.safetensors``; a tied weight that it has by both names is written twice, as by PEFT."""
+    written: dict[str, Tensor] = {}
+    pointers: set[int] = set()
+    for name in sorted(state):
+        pointer = state[name].data_ptr()
+        written[name] = state[name].clone() if pointer in pointers else state[name]
+        pointers.add(pointer)
+    write_tensors(written, folder / WEIGHTS)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
