@@ -460,30 +460,45 @@ def test_export_is_the_file_that_peft_writes(kind: str, changes: dict[str, Any],
         assert torch.equal(tensor, state[name]), name
 
 
-def with_more_tokens(base: str, folder: str) -> None:
-    """Adapters to a model that has got rows for new tokens, written in the run and as a checkpoint."""
+def with_more_tokens(stages: int, base: str, folder: str, **pipeline: Any) -> None:
+    """Adapters to a model that has got rows for new tokens: PEFT's files, those of the run, and a checkpoint."""
     from transformers import AutoModelForCausalLM
 
     from paceline.runtime.model_export import export
 
+    torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(104, mean_resizing=False)
-    engine = make_engine(1, model=peft.get_peft_model(model, adapter_config("lora")))
+    model = peft.get_peft_model(model, adapter_config("lora"))
+    if os.environ["RANK"] == "0":
+        model.save_pretrained(f"{folder}/stock")
+    engine = make_engine(stages, model=model, section={"pipeline": {"stages": stages, **pipeline}})
     export(engine.module, f"{folder}/live", engine.control)
     engine.save_checkpoint(folder, "checkpoint")
 
 
-def test_a_tied_embedding_with_new_rows_is_exported_beside_adapters(tmp_path: Path) -> None:
-    """PEFT writes an embedding whose size is not the base model's, by both of its names."""
+@pytest.mark.parametrize(
+    ("stages", "is_tied", "pipeline"),
+    [(1, True, {}), (2, False, {"head_slices": 4, "partition": [0, 7, 9]})],
+    ids=["tied", "slices"],
+)
+def test_an_embedding_with_new_rows_is_exported_beside_adapters(
+    stages: int, is_tied: bool, pipeline: dict[str, Any], tmp_path: Path
+) -> None:
+    """PEFT writes embedding and head where their size is not the base model's: a tied weight by both names."""
     from paceline.checkpoint.export import export_checkpoint
 
-    whole_model().save_pretrained(tmp_path / "base")
-    run_ranks(with_more_tokens, 1, str(tmp_path / "base"), str(tmp_path))
+    base = str(tmp_path / "base")
+    whole_model(tie_word_embeddings=is_tied).save_pretrained(base)
+    run_ranks(with_more_tokens, stages, stages, base, str(tmp_path), **pipeline)
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "exported")
-    found, wanted = weights_of(tmp_path / "exported"), weights_of(tmp_path / "live")
-    assert found["base_model.model.model.embed_tokens.weight"].shape == (104, 32)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    wanted = weights_of(tmp_path / "stock")
+    assert wanted["base_model.model.lm_head.weight"].shape == (104, 32)
+    for folder in ("live", "exported"):
+        found = weights_of(tmp_path / folder)
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor), (folder, name)
 
 
 def moved(partitions: list[list[int]], **kwargs: Any) -> dict[str, Any]:

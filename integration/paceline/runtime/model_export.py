@@ -21,7 +21,7 @@ from transformers.utils.hub import convert_file_size_to_int
 
 from ..comm.control import ControlPlane
 from ..hf import hub_files
-from ..hf.peft import CONFIG, Adapters, adapter_state, save_adapter_config, write_adapters
+from ..hf.peft import CONFIG, PREFIX, Adapters, adapter_state, save_adapter_config, write_adapters
 from ..hf.sliced_head import Rows
 from ..hf.stage import CausalLMStage
 from ..supervise.expected import expecting_all
@@ -150,16 +150,21 @@ def _write_adapters(
 ) -> None:
     """All files of the adapters, into the draft. PEFT wants one for all stages: rank 0 has it all for a moment."""
     state: dict[str, Tensor] = {}
+    writes = pipeline._grid.data_parallel_id == 0
     with control.together(f"collecting the adapters of stage {pipeline.stage_id}"):
-        if pipeline._grid.data_parallel_id == 0:
+        if writes:
             for stage in pipeline.own_stages:
                 found = adapter_state(stage.model, adapters)
                 state |= {name: tensor.detach().cpu() for name, tensor in found.items()}
     states = control.gather_at_first(state)
+    # PEFT writes embedding and head too if they have got rows for new tokens.
+    heads = control.gather_at_first(_own_rows(pipeline) if writes else None) if pipeline.has_slices else []
     with control.together(f"writing {target}"), _naming(target):
         if control.rank == 0:
             draft = hub_files.begin(target)
-            write_adapters({name: tensor for one in states for name, tensor in one.items()}, draft)
+            found = {name: tensor for one in states for name, tensor in one.items()}
+            whole = {PREFIX + name: tensor for name, tensor in _whole(heads).items()}
+            write_adapters(found | {name: tensor for name, tensor in whole.items() if name in found}, draft)
             save_adapter_config(pipeline.stage.model, adapters, draft)
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
