@@ -21,7 +21,7 @@ from transformers import HfArgumentParser, PretrainedConfig
 from ..config import accelerates_ds_config, accelerates_precision
 from ..messages import brief, nearest
 from .other_flags import ELSEWHERE, ELSEWHERE_BY_PREFIX, VALUE_REMEDIES
-from .paths import MODEL_OF_ADAPTERS, is_missing, only_adapters
+from .paths import is_missing, no_model
 
 BUILDERS = {"csv": "csv", "json": "json", "jsonl": "json", "parquet": "parquet", "txt": "text", "py": "text"}
 """File extension -> the ``datasets`` builder that reads it."""
@@ -107,8 +107,8 @@ class ModelArguments:
             value = getattr(self, name)
             if value is not None and is_missing(value):
                 _refuse(name, value, "there is no such directory", "check the path, or name a model on the hub")
-            if value is not None and name != "tokenizer_name" and (rule := only_adapters(value)):
-                _refuse(name, value, rule, MODEL_OF_ADAPTERS)
+            if value is not None and name != "tokenizer_name" and (found := no_model(value)):
+                _refuse(name, value, *found)
         _check_range(self, 1, "lora_r", "lora_alpha")
         _check_range(self, 0, "lora_dropout", below=1)
         if self.load_in_8bit and self.load_in_4bit:

@@ -20,30 +20,36 @@ def is_missing(source: str | Path) -> bool:
 
 
 def check_model_path(source: str | Path) -> None:
-    """Check that a path that is meant for a model exists, and holds more than adapters.
+    """Check that a path that is meant for a model exists, and holds nothing else.
 
     Raises:
-        ValueError: it does not exist, or holds adapters of PEFT's without their model.
+        ValueError: it does not exist, or :func:`no_model` says what it is.
     """
     if is_missing(source):
         raise ValueError(
             f"{str(source)!r} does not exist: give a directory with a config.json (or that file), or the name of a "
             "model on the hub, as in Qwen/Qwen3-0.6B."
         )
-    if rule := only_adapters(source):
-        raise ValueError(f"{str(source)!r} {rule}: {MODEL_OF_ADAPTERS}.")
+    if found := no_model(source):
+        rule, remedy = found
+        raise ValueError(f"{str(source)!r} {rule}: {remedy}.")
 
 
-def only_adapters(source: str | Path) -> str:
-    """The statement that the directory ``source`` holds adapters without their model; empty if it does not."""
+def no_model(source: str | Path) -> tuple[str, str] | None:
+    """The statement that the directory ``source`` holds something else than a model, and the remedy.
+
+    That is adapters without their model, or a checkpoint of a pipeline. None: it may be a model.
+    """
+    if os.path.exists(os.path.join(source, "config.json")):
+        return None
     config = os.path.join(source, "adapter_config.json")
-    if not os.path.exists(config) or os.path.exists(os.path.join(source, "config.json")):
-        return ""
-    base = json.loads(Path(config).read_text()).get("base_model_name_or_path")
-    return f"holds PEFT adapters of {base}, not a model"
-
-
-MODEL_OF_ADAPTERS = (
-    "give that model to train new adapters, or the two as one (PeftModel.merge_and_unload, then save_pretrained)"
-)
-"""Remedy for a directory that holds :func:`only_adapters`."""
+    if os.path.exists(config):
+        base = json.loads(Path(config).read_text()).get("base_model_name_or_path")
+        return (
+            f"holds PEFT adapters of {base}, not a model",
+            "give that model to train new adapters, or the two as one (PeftModel.merge_and_unload, then "
+            "save_pretrained)",
+        )
+    if all(os.path.exists(os.path.join(source, name)) for name in ("manifest.json", "meta.pt", "model/config.json")):
+        return "is a checkpoint, not a model", f"make a model of it with `paceline export {source} DIR`, and give that"
+    return None

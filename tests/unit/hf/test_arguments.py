@@ -162,6 +162,16 @@ def test_adapters_are_no_model(flag: str, tmp_path: Path) -> None:
     parse(["--model_name_or_path", "some/model", "--tokenizer_name", str(tmp_path), "--dataset_name", "some/data"])
 
 
+def test_a_checkpoint_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("manifest.json", "meta.pt", "model/config.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(
+        ValueError, match=f"{tmp_path}: is a checkpoint, not a model. .*`paceline export {tmp_path} DIR`"
+    ):
+        parse(["--model_name_or_path", str(tmp_path), "--dataset_name", "some/data"])
+
+
 def test_a_wrong_choice_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--eval_strategy", "often"])
