@@ -112,7 +112,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "distributed/test_adapters.py::test_adapters_on_quantised_weights[4]",
     ),
     "A report of each run": ("distributed/test_report.py::test_the_job_writes_a_page_and_says_where",),
-    "Fixes for eight faults of DeepSpeed": (
+    "Fixes for nine faults of DeepSpeed": (
         "patches/test_registry.py",
         "patches/test_pipeline_faults.py::test_the_gradient_norm_is_that_of_all_stages",
     ),
