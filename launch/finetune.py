@@ -136,10 +136,15 @@ def _command(argv: list[str]) -> str:
     from paceline.config import accelerates_ds_config, accelerates_precision
 
     size = int(os.environ["WORLD_SIZE"])
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's name, DeepSpeed's
-    nodes = size // int(local or size)
+    # Each time torchrun's name, then DeepSpeed's.
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or str(size)
+    known = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE")
+    nodes = int(known or size // int(local))
     if any(arg.startswith(("--local_rank=", "--local-rank=")) for arg in argv):
-        words = ["deepspeed", *(["--num_nodes", str(nodes)] if nodes > 1 else []), "--num_gpus", local or str(size)]
+        if nodes * int(local) == size:
+            words = ["deepspeed", *(["--num_nodes", str(nodes)] if nodes > 1 else []), "--num_gpus", local]
+        else:  # machines with different numbers of ranks; only a hostfile says which
+            words = ["deepspeed", "--hostfile", "HOSTFILE"]
         words.append("--module")
     elif file := accelerates_ds_config(os.environ):
         words = ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", file]
@@ -147,7 +152,7 @@ def _command(argv: list[str]) -> str:
         words += [] if precision is None else ["--mixed_precision", precision]
         words += [*(["--num_machines", str(nodes)] if nodes > 1 else []), "--num_processes", str(size), "--module"]
     elif size > 1:
-        words = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc_per_node", local or str(size)]
+        words = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc_per_node", local]
         words.append("-m")
     else:
         words = ["python", "-m"]

@@ -101,6 +101,16 @@ def test_the_precision_that_accelerate_was_given(tmp_path: Path, monkeypatch: py
             "deepspeed --num_nodes 2 --num_gpus 2 --module paceline.launch.finetune --max_steps 3",
         ),
         (
+            ["--local_rank=0"],
+            {"WORLD_SIZE": "3", "LOCAL_SIZE": "1", "CROSS_SIZE": "2"},  # the other machine has two
+            "deepspeed --hostfile HOSTFILE --module paceline.launch.finetune",
+        ),
+        (
+            [],
+            {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"},
+            "torchrun --nnodes 2 --nproc_per_node 1 -m paceline.launch.finetune",
+        ),
+        (
             ["--sample_prompt", "to be or"],
             {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
             "torchrun --nproc_per_node 2 -m paceline.launch.finetune --sample_prompt 'to be or'",
@@ -115,7 +125,7 @@ def test_the_precision_that_accelerate_was_given(tmp_path: Path, monkeypatch: py
 def test_the_command_as_a_report_shows_it(
     argv: list[str], environment: dict[str, str], command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+    for name in ("LOCAL_SIZE", "CROSS_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
