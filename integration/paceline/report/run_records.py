@@ -57,19 +57,29 @@ class RunRecords:
         return [{"step": line["step"], **line[key]} for line in self.lines if isinstance(line.get(key), dict)]
 
 
-def write_start(run_dir: Path, facts: Mapping[str, Any]) -> None:
+def write_start(run_dir: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Write ``run.json``; what an earlier run in this directory wrote of later steps, or of its end, goes.
 
     Args:
         facts: with ``first_step``, after which this run goes on.
+
+    Returns:
+        What was written: the facts, and in ``resumed_after`` the steps after which this run was gone on with so far.
     """
+    first_step = facts["first_step"]
+    try:
+        earlier = (_object(run_dir / START) or {}).get("resumed_after", [])
+    except ValueError:
+        earlier = []
+    facts = {**facts, "resumed_after": sorted({step for step in [*earlier, first_step] if 0 < step <= first_step})}
     (run_dir / SUMMARY).unlink(missing_ok=True)
     for name in (METRICS, LOADS):
-        keep_until(run_dir / name, facts["first_step"])
+        keep_until(run_dir / name, first_step)
     for path, step in _traced(run_dir):
-        if step > facts["first_step"]:
+        if step > first_step:
             path.unlink()
     _write_facts(run_dir, facts)
+    return facts
 
 
 def keep_start(run_dir: Path, facts: Mapping[str, Any]) -> None:

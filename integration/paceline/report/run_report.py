@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
@@ -129,8 +130,9 @@ def _is_report(path: Path) -> bool:
 
 def _report(records: RunRecords) -> dict[str, Any]:
     first_step = records.start.get("first_step") or 0
-    ran = configurations(records.having("ran"), first_step)
-    decided = decisions(records.inner("decision"), ran, first_step)
+    resumed_after = records.start.get("resumed_after", [first_step])  # of an older run the last one is known
+    ran = configurations(records.having("ran"), resumed_after)
+    decided = decisions(records.inner("decision"), ran, resumed_after)
     switched_at = [d["step"] - (d["kind"] == EXPERTS) for d in decided if d["switched"] and d["step"] > first_step]
     return {
         "format": FORMAT,
@@ -145,7 +147,7 @@ def _report(records: RunRecords) -> dict[str, Any]:
         "steps": [_row(line, "step", "step_s", "tokens_per_s", "tokens") for line in records.having("loss")],
         "configurations": [one.to_dict() for one in ran],
         "decisions": decided,
-        "timelines": _timelines(decided, records.traces, first_step),
+        "timelines": _timelines(decided, records.traces, resumed_after),
         "stages": [
             _row(look, "step", "partition", "micro_batch_size", "measured_s", "forward_s", "backward_s", "step_s")
             | _row(look, "message_bytes", "activation_bytes")
@@ -213,13 +215,14 @@ def _headline(records: RunRecords, ran: Iterable[Configuration]) -> dict[str, An
 
 
 def _timelines(
-    decided: Sequence[Mapping[str, Any]], traces: Sequence[StepRecord], resumed_from: int
+    decided: Sequence[Mapping[str, Any]], traces: Sequence[StepRecord], resumed_after: Sequence[int]
 ) -> list[dict[str, Any]]:
     """The last recorded step before each switch and the first after it, with no other switch or resumption between."""
     switches = sorted({d["step"] for d in decided if d["switched"] and d["kind"] != EXPERTS})
     bounds, found = [0, *switches, inf], []
     for since, step, until in zip(bounds, switches, bounds[2:], strict=False):
-        own = [trace for trace in traces if (trace.step > resumed_from) == (step > resumed_from)]
+        part = bisect_left(resumed_after, step)
+        own = [trace for trace in traces if bisect_left(resumed_after, trace.step) == part]
         before = [trace for trace in own if since < trace.step <= step]
         after = [trace for trace in own if step < trace.step <= until]
         if before or after:

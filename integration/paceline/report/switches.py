@@ -53,11 +53,11 @@ def spread(seconds: Sequence[float]) -> dict[str, Any]:
     return {"median_s": middle, "lower_quartile_s": lower, "upper_quartile_s": upper}
 
 
-def configurations(metrics: Iterable[Mapping[str, Any]], resumed_from: int = 0) -> list[Configuration]:
+def configurations(metrics: Iterable[Mapping[str, Any]], resumed_after: Sequence[int] = ()) -> list[Configuration]:
     """Read configurations from the lines of ``metrics.jsonl``.
 
     Args:
-        resumed_from: step after which the last part of the run began: what ran there is apart from what ran before.
+        resumed_after: steps after which the run was gone on with, in order: what ran before and after is apart.
     """
     found: list[tuple[Configuration, list[float]]] = []
     for row in (row for line in metrics for row in line.get("ran") or []):
@@ -67,7 +67,7 @@ def configurations(metrics: Iterable[Mapping[str, Any]], resumed_from: int = 0) 
             last, seconds = found[-1]
             last_step = last.first_step + len(seconds) - 1
             goes_on = replace(new, first_step=last.first_step) == last and last_step + 1 == new.first_step
-            if goes_on and last_step != resumed_from:
+            if goes_on and last_step not in resumed_after:
                 seconds.extend(row["seconds"])
                 continue
         found.append((new, list(row["seconds"])))
@@ -77,21 +77,25 @@ def configurations(metrics: Iterable[Mapping[str, Any]], resumed_from: int = 0) 
 class _Steps:
     """The steps of a run, by how they ran."""
 
-    def __init__(self, ran: Sequence[Configuration], resumed_from: int) -> None:
-        self.ran, self.resumed_from = ran, resumed_from
+    def __init__(self, ran: Sequence[Configuration], resumed_after: Sequence[int]) -> None:
+        self.ran, self.resumed_after = ran, resumed_after
         self.last_step = ran[-1].last_step if ran else 0
-        alike: dict[tuple[str, tuple[int, ...], bool], list[float]] = {}
+        alike: dict[tuple[str, tuple[int, ...], int], list[float]] = {}
         for one in ran:
-            alike.setdefault((one.candidate, one.partition, self.is_resumed(one)), []).extend(one.steady_s)
+            alike.setdefault((one.candidate, one.partition, self.part(one.first_step)), []).extend(one.steady_s)
         self._typical_s = {key: median(seconds) for key, seconds in alike.items()}
 
-    def is_resumed(self, one: Configuration) -> bool:
-        """Whether it ran after the resumption, maybe in another number of ranks."""
-        return one.first_step > self.resumed_from
+    def part(self, step: int) -> int:
+        """The part of the run that a step belongs to; each resumption begins one, maybe in another number of ranks."""
+        return bisect_left(self.resumed_after, step)
+
+    def last_of_part(self, step: int) -> int:
+        """The last step of the part of the run that ``step`` belongs to."""
+        return min([self.last_step, *self.resumed_after[self.part(step) :]])
 
     def typical_s(self, candidate: str, like: Configuration) -> float | None:
         """Median of a step that ran so, whenever it did, with the partition and in the part of the run of ``like``."""
-        return self._typical_s.get((candidate, like.partition, self.is_resumed(like)))
+        return self._typical_s.get((candidate, like.partition, self.part(like.first_step)))
 
     def at(self, step: int) -> Configuration | None:
         """The configuration of a step."""
@@ -114,17 +118,17 @@ def _first_step(one: Configuration) -> int:
 
 
 def decisions(
-    logged: Sequence[Mapping[str, Any]], ran: Sequence[Configuration], resumed_from: int = 0
+    logged: Sequence[Mapping[str, Any]], ran: Sequence[Configuration], resumed_after: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
     """All decisions with what was predicted and what was measured afterwards; in order of steps.
 
     Args:
         logged: the decisions as they were logged.
         ran: how the steps ran.
-        resumed_from: step after which the last part of the run began, which no decision before it was about.
+        resumed_after: steps after which the run was gone on with, in order; no decision was about later parts.
     """
     ordered = sorted(logged, key=lambda decision: decision["step"])  # stable: schedule before partition
-    steps = _Steps(ran, resumed_from)
+    steps = _Steps(ran, resumed_after)
     moved_at = {one["step"] for one in ordered if one["what"] == PARTITION and one["switched"]}
     before = [0, *sorted({one["step"] for one in ordered})]
     later: dict[str, list[Mapping[str, Any]]] = {}
@@ -204,11 +208,9 @@ def _ends(logged: Mapping[str, Any], before: Configuration | None) -> tuple[dict
 def _after(logged: Mapping[str, Any], steps: _Steps, following: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Measurements until the ``following`` decision, and the error of the prediction."""
     step, is_experts = logged["step"], logged["what"] == EXPERTS
-    if step <= steps.resumed_from and following is not None and following["step"] > steps.resumed_from:
+    if following is not None and steps.part(following["step"]) != steps.part(step):
         following = None  # it looked at what the resumed run does
-    until = steps.last_step if following is None else following["step"]
-    if step <= steps.resumed_from:
-        until = min(until, steps.resumed_from)
+    until = steps.last_of_part(step) if following is None else following["step"]
     seconds = steps.steady_s(step + 1, until)
     if until <= step or (not seconds and following is None):
         return None

@@ -128,8 +128,7 @@ class RunLog:
             if self.is_first and self.pipeline.profile is not None:
                 self.pipeline.profile.save(self.run_dir / PROFILE)
             if self.is_first and (report.metrics or report.html) and self._kept is None:
-                self._started = self._start(num_steps)
-                write_start(self.run_dir, self._started)
+                self._started = write_start(self.run_dir, self._start(num_steps))
         engine.keep_records(self.run_dir, num_steps)
         self.skip_time()
 

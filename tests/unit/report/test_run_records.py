@@ -85,9 +85,13 @@ def test_what_an_earlier_run_said_of_later_steps_goes(tuned: Path) -> None:
     assert max(line["step"] for line in kinds) == 12
     assert records.summary is None
     assert [trace.step for trace in records.traces] == [8, 12]
-    assert records.start == {"first_step": 12, "rate": None}
+    assert records.start == {"first_step": 12, "rate": None, "resumed_after": [12]}
+    for step in (14, 20, 17, 17):
+        write_start(tuned, {"first_step": step})
+    assert read(tuned).start["resumed_after"] == [12, 14, 17]
     write_start(tuned, {"first_step": 0})
     records = read(tuned)
+    assert records.start["resumed_after"] == []
     assert (records.having("loss"), records.traces) == ([], ())
 
 

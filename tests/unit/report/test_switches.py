@@ -44,7 +44,7 @@ def test_steps_that_ran_alike_are_one_row() -> None:
     assert log.take() == []
     found = configurations([{"ran": rows}, {"ran": again}, {}])
     assert [(c.first_step, c.last_step, c.seconds) for c in found] == [(1, 2, (0.1, 0.2)), (3, 5, (0.3, 0.4, 0.5))]
-    resumed = configurations([{"ran": rows}, {"ran": again}], resumed_from=4)
+    resumed = configurations([{"ran": rows}, {"ran": again}], resumed_after=[4])
     assert [(c.first_step, c.last_step) for c in resumed] == [(1, 2), (3, 4), (5, 5)]
 
 
@@ -172,8 +172,12 @@ def test_what_runs_after_a_resumption_is_no_effect_of_earlier_decisions() -> Non
     told = {"what": "schedule", "switched": False, "why": "", "switch_s": 0.0, "from": "", "to": ""}
     told |= {"predicted_now_s": 2.0, "predicted_best_s": 2.0, "predicted_s": {"1f1b, micro-batch 2": 2.0}}
     logged = [told | {"step": step, "measured_s": measured_s} for step, measured_s in ((4, 2.1), (10, 1.1))]
-    early, late = decisions(logged, [steps(1, [2.0] * 6), steps(7, [1.0] * 6)], resumed_from=6)
+    early, late = decisions(logged, [steps(1, [2.0] * 6), steps(7, [1.0] * 6)], resumed_after=[6])
     after = early["after"]
     assert (after["last_step"], after["step_s"], after["measured_s"], after["error"]) == (6, 2.0, None, None)
     assert [decision["candidates"][0]["step_s"] for decision in (early, late)] == [2.0, 1.0]
     assert late["after"]["step_s"] == 1.0
+    ran = [steps(1, [4.0] * 2), steps(3, [2.0] * 4), steps(7, [1.0] * 6)]
+    first, second, third = decisions([{**told, "step": step} for step in (1, 4, 10)], ran, resumed_after=[2, 6])
+    assert [one["after"]["last_step"] for one in (first, second, third)] == [2, 6, 12]
+    assert [one["candidates"][0]["step_s"] for one in (first, second, third)] == [4.0, 2.0, 1.0]
