@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from support.jobs import ds_config
+from support.jobs import ds_config, model_config
 from support.ranks import run_ranks
 
 VOCABULARY, WIDTH, LAYERS, MICRO_BATCHES = 20, 8, 6, 8
@@ -222,3 +222,39 @@ def test_what_is_for_hugging_face_models_is_refused_for_others() -> None:
 def test_stages_that_a_module_does_not_have_are_refused() -> None:
     (told,) = run_ranks(other_stages, 1)
     assert re.search(r"stages is 2 and the PipelineModule has 1: leave .* out, or make it with num_stages=2\.$", told)
+
+
+PLANNED = {"stages": "plan", "half_layers": "plan", "head_slices": "plan"}
+
+
+def planned_in_vain() -> list[str]:
+    """Warnings of a module of one's own, and of a given CausalLMPipeline."""
+    import logging
+
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    import paceline
+
+    paceline.runtime.initialize.start_distributed()
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH)] * 2
+    adaptive = {"type": "adaptive", "chunks": "plan"}
+    for model, keys in (
+        (PipelineModule(layers=layers, num_stages=1, loss_fn=nn.MSELoss()), PLANNED | {"schedule": adaptive}),
+        (paceline.CausalLMPipeline(model_config(), num_stages=1), PLANNED),
+    ):
+        paceline.initialize(model=model, config=ds_config(paceline={"pipeline": keys}))
+    return [line for line in told if "has no effect" in line]
+
+
+def test_a_plan_for_a_pipeline_that_is_built_is_said_to_have_no_effect() -> None:
+    (told,) = run_ranks(planned_in_vain, 1)
+    own, given = "the PipelineModule is built", "the CausalLMPipeline is built"
+    keys = [*PLANNED, "schedule.chunks"]
+    wanted = [(key, own) for key in keys] + [(key, given) for key in PLANNED]
+    assert len(told) == len(wanted)
+    for line, (key, why) in zip(told, wanted, strict=True):
+        assert line.startswith(f'paceline.pipeline.{key} is "plan", which has no effect: {why}; give the model itself')

@@ -156,6 +156,17 @@ def asks_for_slices(section: PacelineConfig) -> bool:
     return section.pipeline.head_slices == PLAN
 
 
+def open_keys(section: PacelineConfig) -> list[str]:
+    """Keys of the section whose value ``"plan"`` leaves a choice to the run."""
+    asked = (
+        (STAGES, section.pipeline.stages == PLAN),
+        (HALVES, asks_for_halves(section)),
+        (SLICES, asks_for_slices(section)),
+        (PLANNED_CHUNKS, asks_for_chunks(section)),
+    )
+    return [key for key, is_open in asked if is_open]
+
+
 def uncut(section: PacelineConfig) -> PacelineConfig:
     """The section in whole decoder layers, with the whole head."""
     return section.model_copy(update={"pipeline": section.pipeline.model_copy(update=_UNCUT)})

@@ -33,7 +33,7 @@ from ..config import (
 from ..config.exclusions import COMPILED, HALVES, HEAD, LAYERS, NO_FLUSH, RECOMPUTED, UNEQUAL
 from ..config.recompute_keys import PATH
 from ..config.section import HETERO, PLAN, WORK, show, value_at
-from ..config.stage_counts import PARTITION, STAGES, may_be_late, stages_a_rank
+from ..config.stage_counts import PARTITION, STAGES, may_be_late, open_keys, stages_a_rank
 from ..hf.check import require_language_model, require_supported
 from ..hf.peft import config_of_adapters, is_peft_model
 from ..hf.stage import require_whole
@@ -144,7 +144,11 @@ def initialize(
     if isinstance(model, PipelineModule):
         if plan is None:
             check_features(ds_config, section)
-        for line in without_effect(ds_config) if dist.get_rank() == 0 else ():
+        idle = without_effect(ds_config)
+        if is_given and not isinstance(source, RunPlan):
+            why = f"the {type(model).__name__} is built; give the model itself to have it built as planned"
+            idle += [f'{key} is "{PLAN}", which has no effect: {why}.' for key in open_keys(section)]
+        for line in idle if dist.get_rank() == 0 else ():
             logger.warning(line)
         _check_schedule(model, section, plan)
         engine = PacelineEngine
