@@ -384,6 +384,35 @@ def test_a_compute_loss_that_needs_the_whole_model_is_told() -> None:
             model(**{**batch, **changes})
 
 
+def items_told(kind: type, num_micro_batches: int | None) -> int | None:
+    """``num_items_in_batch`` of a batch with seven, as a ``compute_loss_func`` of such a trainer gets it."""
+    from paceline.runtime.trainer_loss import TrainersLoss
+
+    told: list[Any] = []
+
+    def compute(model: Any, inputs: Any, *, num_items_in_batch: Any) -> torch.Tensor:
+        told.append(num_items_in_batch)
+        return torch.zeros(())
+
+    trainer: Any = type("Mine", (kind,), {"__init__": lambda self: None})()
+    trainer.model_accepts_loss_kwargs, trainer.compute_loss_func, trainer.accelerator = True, compute, None
+    stage: Any = SimpleNamespace(model=torch.nn.Linear(1, 1), training=False)
+    stage.model.config = None
+    loss = TrainersLoss(trainer, compute, 1)
+    counts: Any = {"num_items": 7, "router_share": 1.0, "num_micro_batches": num_micro_batches}
+    loss(stage, torch.zeros(1, 2, 3), {"labels": torch.ones(1, 2)}, None, **counts)
+    return None if told[0] is None else int(told[0])
+
+
+def test_a_loss_of_ones_own_is_told_the_items_that_its_trainer_tells() -> None:
+    """TRL's trainer tells none in evaluations."""
+    from transformers import Trainer
+    from trl import SFTTrainer
+
+    assert [items_told(kind, 4) for kind in (Trainer, SFTTrainer)] == [7, 7]
+    assert [items_told(kind, None) for kind in (Trainer, SFTTrainer)] == [7, None]
+
+
 def test_adapters_under_the_trainer(tmp_path: Path) -> None:
     """PEFT's model, its files in every checkpoint, and a run that goes on from one."""
     from safetensors.torch import load_file

@@ -37,7 +37,7 @@ def refused_loss(kind: type) -> str:
 
 def averages_alone(kind: type) -> bool:
     """Whether a class of Trainers takes the mean of each evaluation batch by itself, whatever other processes have, and
-    0 of one without labels: TRL's."""
+    0 of one without labels, and counts no items for it: TRL's."""
     return home_of(kind, "compute_loss") == _TRLS
 
 
@@ -80,6 +80,8 @@ class TrainersLoss:
         """
         trainer = self._trainer
         counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        if num_micro_batches is None and averages_alone(type(trainer)):
+            counts = False
         items = torch.full((), num_items, device=logits.device) if counts else None
         accelerator = trainer.accelerator
         trainer.accelerator = _Processes(accelerator, 1 if num_micro_batches is None else self._num_replicas)
