@@ -139,6 +139,8 @@ class Checkpointer:
         Waits for an earlier save that is still being written.
 
         Args:
+            save_dir: a folder that all ranks see; a relative one lies in the working directory, which has to be the
+                same on all.
             tag: default ``global_step<N>``, as in DeepSpeed.
             client_state: tensors, numbers, strings, lists, dicts that :meth:`load` gives back.
             save_latest: ``latest`` always names the last complete checkpoint; False is refused.
@@ -158,11 +160,14 @@ class Checkpointer:
         if not save_latest:
             raise ValueError("save_latest is False: `latest` always names the last complete checkpoint; leave it out.")
         tag = str(tag if tag is not None else f"global_step{self._counters.global_steps}")
+        # As it is now: what is written in the background is to lie there whatever the working directory is by then.
+        save_dir = Path(save_dir).absolute()
         with expecting_all("saving a checkpoint", self._control.rank):
             asked = self._control.gather((str(save_dir), tag))
         if len(set(asked)) > 1:
             raise ValueError(
-                f"ranks save under different names, {sorted(set(asked))}: give all the same folder and tag."
+                f"ranks save under different names, {sorted(set(asked))}: give all the same tag and the same folder, "
+                "as an absolute path where their working directories differ."
             )
         writer = self._open_writer()
         self.finish()

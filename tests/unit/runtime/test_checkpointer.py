@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from paceline.checkpoint import CheckpointError
+from paceline.checkpoint import CheckpointError, latest_checkpoint
 from paceline.hf.peft import Adapters
 from paceline.optim.corrections import NUM_UPDATES, PREVIOUS_CHANGE, Corrections
 from paceline.optim.sharded import ShardedOptimizer
@@ -342,6 +343,30 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"client_state.*pathlib"):
         job.checkpointer.save(tmp_path, "a", {"path": tmp_path})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_relative_folder_is_the_one_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = Job()
+    job.control.others = [("/elsewhere/saved", "a")]  # of a rank whose working directory is another
+    with pytest.raises(ValueError, match=rf"{tmp_path}/saved.*an absolute path where their working directories differ"):
+        job.checkpointer.save("saved", "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_relative_folder_stays_where_it_was_when_the_save_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on, went_on = tmp_path / "began", threading.Event(), list[bool]()
+    began.mkdir()
+    monkeypatch.chdir(began)
+    job = Job()
+    job.checkpointer.save("saved", "a", wait=False, files=lambda draft: went_on.append(go_on.wait(60)))
+    monkeypatch.chdir(tmp_path)
+    go_on.set()
+    job.checkpointer.finish()
+    assert went_on == [True]
+    assert latest_checkpoint(began / "saved") == began / "saved/a"
 
 
 def test_nobody_writes_if_another_rank_cannot(tmp_path: Path) -> None:
