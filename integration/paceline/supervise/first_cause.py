@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 EVERYONE = -1
 """As a peer: the operation waits for all other ranks."""
@@ -126,7 +126,8 @@ def judge(
     """The first cause, or None while the job may go on (or an error still waits for its explanation).
 
     Args:
-        paused_at_s: when a rank was last in a phase that may take long; nobody's time counts until then.
+        paused_at_s: when a rank was last in a phase that may take long; nobody's time counts until then, but that of a
+            rank that is not heard of.
     """
     lost = sorted((m.lost_at_s, rank) for rank, m in members.items() if m.lost_at_s is not None)
     failed = sorted((m.failed_at_s, rank) for rank, m in members.items() if m.failed_at_s is not None)
@@ -145,8 +146,10 @@ def judge(
         explained = _left(members) or _silent(running, now_s, limits, seen_by=rank)
         return explained or raised(rank, members[rank].doing, members[rank].error)
     oldest_s, rank = max(((m.doing.age_s, r) for r, m in running.items() if m.doing.operation), default=(0.0, 0))
-    if min(oldest_s, now_s - paused_at_s) < limits.progress_s:
+    if oldest_s < limits.progress_s:
         return None
+    if now_s - paused_at_s < limits.progress_s:  # a phase of a rank that has not been heard of since is none
+        return _silent(running, now_s, replace(limits, silent_s=limits.progress_s), seen_by=rank)
     return _stuck(members, running, now_s, limits, seen_by=rank)
 
 

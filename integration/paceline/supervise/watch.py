@@ -286,12 +286,14 @@ class Watch:
     def _look_at_rank_0(self, ended: str, silent_s: float, age_s: float) -> None:
         """Nobody else can tell when it is rank 0, who tells, that is gone."""
         doing = self._doing(age_s)
-        waits_s = age_s if doing.waits and not doing.paused else 0.0
+        waits_s = age_s if doing.waits else 0.0
+        # A long phase excuses no rank 0 that has not been heard of for the limit.
+        silent_limit_s = self._limits.progress_s if doing.paused and not self._failing else self._limits.silent_s
         patience_s = self._limits.progress_s if ended == _IN_ORDER else self._limits.lost_s
-        if ended and (self._failing or waits_s >= patience_s):
+        if ended and (self._failing or (waits_s >= patience_s and not doing.paused)):
             how = ended
             speaker = min(set(range(1, self._world_size)) - self._gone, default=self.rank)
-        elif silent_s >= self._limits.silent_s and (self._failing or waits_s >= self._limits.progress_s):
+        elif not ended and silent_s >= silent_limit_s and (self._failing or waits_s >= self._limits.progress_s):
             how = f"nothing heard for {silent_s:.0f} s: stopped, or its machine or network down"
             speaker = self._first_of_host()
         else:

@@ -137,6 +137,15 @@ def test_while_a_rank_is_in_a_long_phase_nobody_is_late() -> None:
     assert cause.text == "rank 1 hangs at step 17, saving: 600 s; the limit is 60 s"
 
 
+def test_a_long_phase_excuses_nobody_who_is_not_heard_of() -> None:
+    """All evaluate, and one was stopped, or its machine is down."""
+    waiting = rank("receiving from stage 0", 1, 61, paused="evaluating")
+    assert judge({0: waiting, 1: rank("x", silent_s=59, paused="evaluating")}, NOW_S, LIMITS, paused_at_s=NOW_S) is None
+    cause = judge({0: waiting, 1: rank("x", silent_s=60, paused="evaluating")}, NOW_S, LIMITS, paused_at_s=NOW_S)
+    assert cause is not None
+    assert cause.text.startswith("rank 1 is gone (nothing heard for 60 s: stopped, or its machine or network down)")
+
+
 @pytest.mark.parametrize(
     ("error", "follows"),
     [
@@ -210,6 +219,20 @@ def test_a_connection_that_is_lost_with_rank_0_is_no_failure_of_this_rank(monkey
         thread.join()
     assert (cause.rank, cause.speaker) == (0, 1)
     assert cause.text.startswith("rank 0 is gone (its process ended without a word)")
+
+
+def test_a_long_phase_does_not_excuse_a_silent_rank_0() -> None:
+    watch = Watch()
+    watch.rank, watch._world_size, watch._limits = 1, 2, Limits.of(60)
+    with watch.pause("evaluating"):
+        watch.doing("receiving from stage 0", 0)
+        watch._look_at_rank_0("", silent_s=59, age_s=61)
+        assert watch.cause is None
+        watch._look_at_rank_0("it ended in order, and others wait for it", silent_s=61, age_s=61)
+        assert watch.cause is None
+        watch._look_at_rank_0("", silent_s=60, age_s=61)
+    assert watch.cause is not None
+    assert watch.cause.text.startswith("rank 0 is gone (nothing heard for 60 s")
 
 
 def test_an_update_calls_nothing_and_takes_no_lock() -> None:
