@@ -120,6 +120,7 @@ class Evaluation:
                 try:
                     with pipeline.between_steps():
                         if not steps.open(pipeline.micro_batches, partial=True):
+                            WATCH.idle()  # what the caller makes of it may take any time
                             return
                         if self._book.shapes:  # another replica may have more batches than this one
                             pipeline.run_forwards(len(self._book.shapes))

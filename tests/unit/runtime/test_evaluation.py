@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline.runtime.causal_lm_runner import StepBook
 from paceline.runtime.evaluation import Evaluation
+from paceline.supervise.watch import EVERYONE, WATCH
 
 
 def test_a_stage_that_reads_nothing_needs_no_batches() -> None:
@@ -27,3 +28,16 @@ def test_a_stage_that_reads_nothing_needs_no_batches() -> None:
     assert math.isnan(found["eval_loss"])
     assert list(evaluation.predict(nothing)) == []
     assert pipeline.module.training
+
+
+def test_after_an_evaluation_nobody_waits_for_this_rank() -> None:
+    """A ``compute_metrics`` of an hour is no hang, and an error in one is not "agreeing on the step"."""
+    steps: Any = SimpleNamespace(
+        reads=True, is_stopping=False, open=lambda *_, **__: WATCH.doing("agreeing on the step", EVERYONE)
+    )
+    pipeline: Any = SimpleNamespace(
+        data_iterator=None, module=nn.Linear(1, 1), micro_batches=2, between_steps=nullcontext
+    )
+    control: Any = SimpleNamespace(rank=0, sum=lambda values: values)
+    Evaluation(pipeline, steps, StepBook(), [], control, loss_rank=2, is_pipe_parallel=True).evaluate([])
+    assert WATCH.operation == ""
