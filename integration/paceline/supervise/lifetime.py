@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import selectors
 import signal
@@ -64,6 +65,10 @@ def end_process(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    with contextlib.suppress(Exception):
+        for child in multiprocessing.active_children():
+            if child.daemon:  # a data loader's worker: Python would end it, and one that hangs does not see our end
+                child.kill()
     os._exit(code)
 
 

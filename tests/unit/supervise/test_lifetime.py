@@ -138,6 +138,18 @@ with Preemption(limit_s=0.1, tell=print) as preemption:
     assert ended == (143, "143 stopped by a second SIGTERM; the results are not complete\n")
 
 
+def test_workers_end_with_the_process() -> None:
+    """Also one that hangs, as a data loader's may: it holds the output open for as long as it lives."""
+    code = """
+import multiprocessing, signal
+from paceline.supervise.lifetime import end_process
+multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True).start()
+end_process(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=PATIENCE_S, check=False)
+    assert (ended.returncode, ended.stderr) == (3, b"")
+
+
 def test_preempted_ends_python_with_its_code_and_without_a_traceback() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from paceline.supervise.lifetime import Preempted; raise Preempted(7, 'c')"],
