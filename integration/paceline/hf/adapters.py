@@ -44,6 +44,7 @@ class Adapter:
 
 
 _MULTIPLIER = Adapter(neutral={"embedding_multiplier": 1.0})
+_GRANITE_SWA = replace(_MULTIPLIER, layers="layers")  # there may be as many rotary_embs
 _GEMMA4 = Adapter(
     only={
         "num_kv_shared_layers": (0, "its last layers reuse keys and values of earlier ones"),
@@ -57,8 +58,8 @@ ADAPTERS: dict[str, Adapter] = {
     "granitemoe": _MULTIPLIER,
     "granitemoeshared": _MULTIPLIER,
     "granitemoehybrid": _MULTIPLIER,
-    "granite_swa": _MULTIPLIER,
-    "granitemoe_swa": _MULTIPLIER,
+    "granite_swa": _GRANITE_SWA,
+    "granitemoe_swa": _GRANITE_SWA,
     "hyperclovax": _MULTIPLIER,
     "recurrent_gemma": Adapter(neutral={"normalizer": 1.0}),
     "biogpt": Adapter(neutral={"dropout": 0.0}),

@@ -39,6 +39,7 @@ SMALL: dict[str, Any] = dict(
 )  # fmt: skip
 
 _GRANITE = dict(embedding_multiplier=12.0, logits_scaling=6.0, residual_multiplier=0.22)
+_GRANITE_SWA = (_GRANITE, _GRANITE | dict(layer_rope_theta=[1e4, 2e4, 3e4, 4e4]))
 _GEMMA4 = dict(global_head_dim=16, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
 
 EXTRA: dict[str, tuple[dict[str, Any], ...]] = {
@@ -47,8 +48,8 @@ EXTRA: dict[str, tuple[dict[str, Any], ...]] = {
     "granitemoe": (_GRANITE,),
     "granitemoeshared": (_GRANITE,),
     "granitemoehybrid": (_GRANITE | dict(layer_types=["linear_attention", "full_attention"] * 2),),
-    "granite_swa": (_GRANITE,),
-    "granitemoe_swa": (_GRANITE,),
+    "granite_swa": _GRANITE_SWA,
+    "granitemoe_swa": _GRANITE_SWA,
     "hyperclovax": (_GRANITE,),
     "falcon_h1": (dict(embedding_multiplier=5.0, lm_head_multiplier=0.5),),
     "falcon": (
