@@ -68,6 +68,7 @@ EXTRA: dict[str, tuple[dict[str, Any], ...]] = {
         ),
     ),
     "mamba2": (dict(num_heads=8),),
+    "mpt": (dict(max_seq_len=64),),
     "xlstm": (dict(num_heads=4, chunk_size=16),),
     "longcat_flash": (dict(head_dim=8, zero_expert_num=2, moe_topk=2),),
     "dots3_note_text": (

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 BY_POSITION = ("biogpt", "codegen", "gpt2", "gpt_bigcode", "gptj", "opt")
-BY_LENGTH = ("gpt_neo", "openai-gpt")
-"""Also with ``position_ids`` that begin anew in a row: their mask has a fixed size, too."""
+BY_LENGTH = ("gpt_neo", "mpt", "openai-gpt")
+"""Also with ``position_ids`` that begin anew in a row: their mask, or their biases, have a fixed size, too."""
 
 
 def positions_fault(config: PretrainedConfig, ids: Tensor, side: Mapping[str, Tensor]) -> str:
@@ -26,7 +26,7 @@ def positions_fault(config: PretrainedConfig, ids: Tensor, side: Mapping[str, Te
         used = int(side["position_ids"].max()) + 1
     elif config.model_type == "opt" and "attention_mask" in side:  # counts what is not padding
         used = int(side["attention_mask"].sum(-1).max())
-    most = config.max_position_embeddings
+    most = config.max_seq_len if config.model_type == "mpt" else config.max_position_embeddings
     if used <= most:
         return ""
     return (

@@ -24,7 +24,7 @@ def fails(model: Any, **batch: torch.Tensor) -> bool:
     return False
 
 
-@pytest.mark.parametrize("family", [*BY_POSITION, *BY_LENGTH, "llama", "mpt", "gpt_neox", "xglm"])
+@pytest.mark.parametrize("family", [*BY_POSITION, *BY_LENGTH, "llama", "gpt_neox", "xglm"])
 def test_what_is_too_long_is_what_fails(family: str) -> None:
     """With rows that fit or not, padded on the right, and with positions that begin anew."""
     config = tiny_configs(CONFIGS[family])[0]
