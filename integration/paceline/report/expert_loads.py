@@ -6,6 +6,7 @@ evenly.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ from paceline.json_values import as_whole
 from paceline.planning.experts import Placement, checked_loads, imbalance, moved
 
 from .metrics import read_lines
+
+logger = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ def read(paths: Iterable[str | os.PathLike[str]]) -> dict[str, list[Window]]:
     """The windows of all layers that the files name.
 
     Files may be of several pipeline stages, or of several parts of a run. Where a file goes back to an earlier step, as
-    after a restart from a checkpoint, what it said of that step and those after it is dropped.
+    after a restart from a checkpoint, what it said of that step and those after it is dropped. Where it goes on with
+    another number of devices, as after a restart with another expert-parallel size, what came before is dropped, and a
+    warning says so.
 
     Raises:
         ValueError: a file cannot be read or has no lines; a line, by number, is no window, or does not fit those before
@@ -159,12 +164,19 @@ def _read_file(path: Path) -> dict[str, list[Window]]:
     if not lines:
         raise ValueError(f"{path} is empty: a run writes its first line at the first look for better placements.")
     found: dict[str, list[Window]] = {}
+    dropped: dict[int, str] = {}
     for layers in lines:
         for name, window in layers.items():
             known = found.setdefault(name, [])
             while known and known[-1].step >= window.step:
                 known.pop()
+            if known and known[-1].placement.num_devices != (now := window.placement.num_devices):
+                before = known[-1]
+                dropped[before.step] = f"experts on {before.placement.num_devices} devices, and then on {now}"
+                known.clear()
             known.append(window)
+    for step, why in dropped.items():
+        logger.warning("%s has %s: what it says of the steps to %d is left out", path, why, step)
     return found
 
 

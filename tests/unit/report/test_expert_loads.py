@@ -82,6 +82,17 @@ def test_a_restart_tells_its_own_story(tmp_path: Path) -> None:
     assert [(w.step, w.imbalance) for w in read([log])["a"]] == [(10, 1.6), (20, 1.0)]
 
 
+def test_a_restart_with_another_expert_parallel_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    on_four = [[0], [1], [2], [3]]
+    log = write(tmp_path / "loads", *(window(step) for step in (10, 20, 30)), window(30, on_four), window(40, on_four))
+    with caplog.at_level("WARNING", "paceline"):
+        windows = read([log])["a"]
+    assert [(w.step, w.placement.num_devices) for w in windows] == [(30, 4), (40, 4)]
+    assert caplog.messages == [
+        f"{log} has experts on 2 devices, and then on 4: what it says of the steps to 20 is left out"
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
