@@ -37,6 +37,8 @@ class Share(NamedTuple):
     start: int
     stop: int
     tensor: Tensor
+    bias: float = 1.0
+    """What moments are too small by in an optimizer's first steps. They travel without: islands may differ in steps."""
 
 
 class Masters(ABC):
@@ -109,6 +111,7 @@ class Masters(ABC):
         shares = [share for share in self.held(kind) if share.name in wanted]
         whole = self._whole(names)
         own = [share.tensor.detach().reshape(-1).cpu() for share in shares]
+        own = [flat if share.bias == 1 else flat / share.bias for share, flat in zip(shares, own, strict=True)]
         held = [_held(share, flat) for share, flat in zip(shares, own, strict=True)]
         self._carry(held, own, [Wanted(name, 0, len(whole[name]), MASTER) for name in whole], list(whole.values()))
         return list(whole.values()) if self._control.rank == 0 else None
@@ -129,7 +132,7 @@ class Masters(ABC):
             if add:
                 share.tensor.add_(values.view_as(share.tensor).to(share.tensor.device))
             else:
-                share.tensor.copy_(values.view_as(share.tensor))
+                share.tensor.copy_(values.mul_(share.bias).view_as(share.tensor))
         if kind == MASTER:
             self.publish()
 
@@ -180,6 +183,18 @@ def _first_value(kind: str, group: Mapping[str, Any]) -> float:
     return float(group.get("initial_accumulator_value", 0.0)) if kind == "sum" else 0.0  # Adagrad
 
 
+def _group_of(optimizer: Any, flat: Tensor) -> dict[str, Any]:
+    groups: list[dict[str, Any]] = optimizer.param_groups  # between the steps of ZeRO 3 they are empty
+    return next((group for group in groups if any(each is flat for each in group["params"])), groups[0])
+
+
+def _bias(kind: str, state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+    """What Adam divides a state of these parameters by; 1 of what is no moment."""
+    betas = dict(zip(("exp_avg", "exp_avg_sq"), group.get("betas", ()), strict=False))
+    step = float(state.get("step", 0))
+    return 1 - betas.get(kind, 0.0) ** step if step and group.get("bias_correction", True) else 1.0
+
+
 def _held(share: Share, flat: Tensor) -> Held:
     return Held(share.name, MASTER, share.start, share.stop, flat.dtype)
 
@@ -210,13 +225,14 @@ class PipelineMasters(Masters):
             owned = optimizer.owned[position]
             if not is_copy(owned.parameter, tied):
                 tensor = self._tensor(owned, kind)
-                yield from self._rows(owned, start, stop, torch.zeros_like(owned.master) if tensor is None else tensor)
+                tensor = torch.zeros_like(owned.master) if tensor is None else tensor
+                yield from self._rows(owned, start, stop, tensor, self._bias(owned, kind))
 
     def stepped(self, kind: str = MASTER) -> Iterator[Share]:
         for owned in self._optimizer.owned:
             tensor = self._tensor(owned, kind)
             if tensor is not None:
-                yield from self._rows(owned, owned.start, owned.stop, tensor)
+                yield from self._rows(owned, owned.start, owned.stop, tensor, self._bias(owned, kind))
 
     def _tensor(self, owned: Owned, kind: str) -> Tensor | None:
         if kind == MASTER:
@@ -224,12 +240,16 @@ class PipelineMasters(Masters):
         state: Tensor | None = self._optimizer.state.get(owned.master, {}).get(kind)
         return state
 
-    def _rows(self, owned: Owned, start: int, stop: int, tensor: Tensor) -> Iterator[Share]:
+    def _bias(self, owned: Owned, kind: str) -> float:
+        optimizer, master = self._optimizer, owned.master
+        return 1.0 if kind == MASTER else _bias(kind, optimizer.state.get(master, {}), _group_of(optimizer, master))
+
+    def _rows(self, owned: Owned, start: int, stop: int, tensor: Tensor, bias: float) -> Iterator[Share]:
         """Rows ``start`` to ``stop - 1`` of the parameter, of which ``tensor`` has those that are owned."""
         row = prod(tensor.shape[1:]) if tensor.dim() else 1
         for first, end, number in Numberings(self._module).of(owned.parameter).runs(start, stop):
             rows = tensor[first - owned.start : end - owned.start] if tensor.dim() else tensor
-            yield Share(owned.name, number * row, (number + end - first) * row, rows)
+            yield Share(owned.name, number * row, (number + end - first) * row, rows, bias)
 
     def publish(self) -> None:
         self._optimizer.publish()
@@ -298,28 +318,26 @@ class PlainMasters(Masters):
                     self._starts[name] = self._starts.get(name, 0) + numel
         for name, _, segment in self._segments():
             start = self._starts.get(name, 0)
-            tensor: Tensor | None = segment if kind == MASTER else self._state_of(segment, kind)
+            tensor, bias = (segment, 1.0) if kind == MASTER else self._state_of(segment, kind)
             if tensor is None and instead is not None:
                 tensor = instead(segment)
             if tensor is not None:
-                yield Share(name, start, start + segment.numel(), tensor)
+                yield Share(name, start, start + segment.numel(), tensor, bias)
 
-    def _state_of(self, segment: Tensor, kind: str) -> Tensor | None:
-        """Stretch of a state that belongs to the segment of a flat master."""
+    def _state_of(self, segment: Tensor, kind: str) -> tuple[Tensor | None, float]:
+        """Stretch of a state that belongs to the segment of a flat master, and its bias."""
         for flat, state in self._basic.state.items():
             first, rest = divmod(segment.data_ptr() - flat.data_ptr(), flat.element_size())
             if not rest and 0 <= first < flat.numel() and flat.device == segment.device:
                 values: Tensor | None = state.get(kind)
-                if values is None or values.shape == segment.shape:
-                    return values
-                return values.view(-1)[first : first + segment.numel()].view(segment.shape)
-        return None
+                if values is not None and values.shape != segment.shape:
+                    values = values.view(-1)[first : first + segment.numel()].view(segment.shape)
+                return values, _bias(kind, state, _group_of(self._basic, flat))
+        return None, 1.0
 
     def publish(self) -> None:
         self._masters.publish()
 
     def states(self, names: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        groups = self._basic.param_groups
-        group_of = {id(flat): group for group in groups for flat in group["params"]}
         for flat, state in self._basic.state.items():
-            yield state, group_of.get(id(flat), groups[0])  # between the steps of ZeRO 3 groups are empty
+            yield state, _group_of(self._basic, flat)

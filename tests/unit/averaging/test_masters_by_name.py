@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,40 @@ def test_states_begin_as_a_new_optimizers_do(name: str) -> None:
     train(getattr(torch.optim, name)(new, **options), new, range(5, 10))
     torch.testing.assert_close(masters[0], new[0], rtol=1e-6, atol=1e-7)
     assert not torch.allclose(masters[1], new[1], rtol=1e-3), "its states go on"
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_moments_of_islands_that_differ_in_steps_are_averaged_without_their_bias() -> None:
+    """The gradient is always 2. One that joined late would go on with a fraction of it, the others with other moments.
+
+    One is a pipeline, the other one is none.
+    """
+    control: Any = SimpleNamespace(rank=0, gather=lambda value: [value], world=None)
+    islands: list[tuple[Any, Any]] = []
+    for steps in (50, 3):
+        parameter = nn.Parameter(torch.zeros(3))
+        module, basic = nn.ParameterDict({"a": parameter}), torch.optim.AdamW([parameter], lr=0.1)
+        masters: Any = PlainMasters(control, module, basic, basic)
+        if not islands:
+            stage: Any = SimpleNamespace(num_stages=1)
+            masters = PipelineMasters(control, stage, ShardedOptimizer(basic, {parameter: "a"}))
+        (trained,) = basic.param_groups[0]["params"]
+        for _ in range(steps):
+            trained.grad = torch.full((3,), 2.0)
+            basic.step()
+        islands.append((masters, basic.state[trained]))
+    for kind, beta, value in (("exp_avg", 0.9, 2.0), ("exp_avg_sq", 0.999, 4.0)):
+        mean = sum(masters.gather(["a"], kind)[0] for masters, _ in islands) / 2
+        for (masters, state), steps in zip(islands, (50, 3), strict=True):
+            masters.scatter(["a"], [mean], kind=kind)
+            assert state[kind].tolist() == pytest.approx([value * (1 - beta**steps)] * 3)
 
 
 def test_weights_whose_memory_is_in_another_order_take_averages_too() -> None:
