@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .anatomy import UnsupportedModelError
@@ -110,8 +110,8 @@ def router_loss_of(model: PreTrainedModel) -> RouterLoss | None:
 
 def has_routers(model: PreTrainedModel) -> bool:
     """Whether the stage ``model`` holds a router: layers without experts stand between others, or behind them."""
-    kinds = tuple(getattr(recorder, "target_class", recorder) for recorder in _recorders(model))
-    return any(isinstance(module, kinds) for module in model.modules())
+    recorders = _recorders(model)
+    return any(_records(recorder, name, module) for name, module in model.named_modules() for recorder in recorders)
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
@@ -149,6 +149,13 @@ def _recorders(model: PreTrainedModel) -> list[Any]:
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     found = [(getattr(part, "_can_record_outputs", None) or {}).get("router_logits") for part in parts]
     return [recorder for recorder in found if recorder is not None]
+
+
+def _records(recorder: Any, name: str, module: nn.Module) -> bool:
+    """Whether transformers records the output of this module, by its class and part of its name, as it looks itself."""
+    place = getattr(recorder, "layer_name", None)
+    is_there = place is None or f".{place.strip('.')}." in f".{name}."
+    return is_there and isinstance(module, getattr(recorder, "target_class", recorder))
 
 
 def _value(expression: ast.expr, model: PreTrainedModel, forward: Callable[..., Any]) -> Any:
