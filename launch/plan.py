@@ -229,9 +229,13 @@ def _measured(args: argparse.Namespace, cluster: Cluster, directory: Path) -> Cl
 
 def _output(command: list[str]) -> str:
     """The output of a job that ends with all its ranks within :data:`MEASURE_S`, or is killed; SIGTERM kills it too."""
-    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    stopped: list[int] = []  # a signal that comes while the job starts waits until there is one to kill
+    former = signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        if stopped:
+            sys.exit(128 + signal.SIGTERM)
         return job.communicate(timeout=MEASURE_S)[0]
     except subprocess.TimeoutExpired:
         raise ValueError(f"--measure: the ranks have not ended in {MEASURE_S:.0f} s; is the machine busy?") from None
