@@ -294,7 +294,7 @@ class _Path(NamedTuple):
 
 
 def _memory(
-    config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile], expert_parallel: int, num_copies: int
+    config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile], expert_parallel: int, num_copies: int = 0
 ) -> list[ItemMemory]:
     """What was measured; what an item works with is counted, where that can be."""
     try:
@@ -313,7 +313,12 @@ def _memory(
 
 
 def shared_memory(
-    config: PretrainedConfig, items: Sequence[ItemMemory], expert_parallel: int, num_copies: int, *, half_layers: bool
+    config: PretrainedConfig,
+    items: Sequence[ItemMemory],
+    expert_parallel: int,
+    num_copies: int = 0,
+    *,
+    half_layers: bool,
 ) -> list[ItemMemory]:
     """Memory of the items where so many ranks share the experts of each layer, and have so many slots for copies."""
     if expert_parallel == 1:

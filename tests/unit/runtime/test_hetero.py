@@ -40,3 +40,5 @@ def test_a_rank_has_a_share_of_the_experts(ranks: int, elsewhere: int, empty: in
     found = _memory(model_config("mixtral"), Shape(torch.float32, 1, 8), items, ranks)
     assert [item.elsewhere for item in found] == [0, elsewhere, elsewhere, elsewhere, 0]
     assert [item.empty for item in found] == [0, empty, empty, empty, 0]
+    copied = [item.copied for item in _memory(model_config("mixtral"), Shape(torch.float32, 1, 8), items, ranks, 2)]
+    assert copied == [0, *[2 * EACH if ranks > 1 else 0] * 3, 0]
