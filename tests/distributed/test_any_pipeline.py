@@ -120,7 +120,7 @@ def test_any_pipeline_module(stages: int, replicas: int) -> None:
 
 
 def additional_losses() -> list[Any]:
-    """Of a step and of the next one, of a module whose class has them, and of one that was given them."""
+    """Losses of two steps, where the module's class has additional ones, and where its object was given them."""
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
 

@@ -38,7 +38,7 @@ class Share(NamedTuple):
     stop: int
     tensor: Tensor
     bias: float = 1.0
-    """What moments are too small by in an optimizer's first steps. They travel without: islands may differ in steps."""
+    """Factor by which moments are too small in an optimizer's first steps. They travel without it."""
 
 
 class Masters(ABC):
@@ -132,7 +132,8 @@ class Masters(ABC):
             if add:
                 share.tensor.add_(values.view_as(share.tensor).to(share.tensor.device))
             else:
-                share.tensor.copy_(values.mul_(share.bias).view_as(share.tensor))
+                placed = values if share.bias == 1 else values * share.bias
+                share.tensor.copy_(placed.view_as(share.tensor))
         if kind == MASTER:
             self.publish()
 
@@ -189,7 +190,7 @@ def _group_of(optimizer: Any, flat: Tensor) -> dict[str, Any]:
 
 
 def _bias(kind: str, state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
-    """What Adam divides a state of these parameters by; 1 of what is no moment."""
+    """Divisor that Adam applies to a state of these parameters; 1 for a state that is no moment."""
     betas = dict(zip(("exp_avg", "exp_avg_sq"), group.get("betas", ()), strict=False))
     step = float(state.get("step", 0))
     return 1 - betas.get(kind, 0.0) ** step if step and group.get("bias_correction", True) else 1.0

@@ -7,10 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..hf.masks import IGNORED
 from .background_rounds import Messages
-
-_IGNORED = -100
-"""Label of a token that has no loss."""
 
 
 class StepLoss:
@@ -24,7 +22,7 @@ class StepLoss:
         self._of_forwards: list[tuple[Tensor, Tensor]] = []
         """Losses that the model returns, for where nobody tells one."""
         self._adds_up = False
-        self._counts = torch.ones(())
+        self._counts: Tensor | None = None
         self._last = torch.tensor(math.nan)
 
     @property
@@ -34,13 +32,13 @@ class StepLoss:
 
     def begin(self, labels: object) -> None:
         """A micro-batch has these labels ``[B, S]``, which the model shifts; or the model gets none."""
-        self._counts = torch.ones(())
+        self._counts = None
         if isinstance(labels, Tensor):
-            self._counts = (labels[..., 1:] if labels.dim() > 1 else labels).ne(_IGNORED).any().float()
+            self._counts = (labels[..., 1:] if labels.dim() > 1 else labels).ne(IGNORED).any().float()
 
     def add_forwards(self, loss: Tensor) -> None:
         """The model has returned this loss."""
-        self._of_forwards.append((loss, self._counts.to(loss.device)))
+        self._of_forwards.append(self._counted(loss))
 
     def tell(self, loss: Tensor, *, adds_up: bool) -> None:
         """The loss of the micro-batch, as its gradients are computed.
@@ -48,12 +46,15 @@ class StepLoss:
         Args:
             adds_up: losses of micro-batches are shares in that of the step, as Trainer's are.
         """
-        loss = loss.detach().float()
-        self._told.append((loss, self._counts.to(loss.device)))
+        self._told.append(self._counted(loss.detach().float()))
         self._adds_up = adds_up
 
+    def _counted(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss, and 1 or 0 beside it: whether it counts. The host waits for neither."""
+        return loss, torch.ones_like(loss) if self._counts is None else self._counts.to(loss.device)
+
     def take(self) -> Tensor:
-        """That of the step, which ends; that of the step before where no micro-batch counts, NaN where none is told."""
+        """End the step: its loss, that of the step before where no micro-batch counts, NaN where none is told."""
         told = self._told or self._of_forwards
         self._told, self._of_forwards = [], []
         if not told:

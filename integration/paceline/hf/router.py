@@ -145,7 +145,7 @@ def _balancing(forward: Callable[..., Any]) -> tuple[ast.Call, ast.expr] | None:
 
 
 def _recorders(model: PreTrainedModel) -> list[Any]:
-    """What transformers is told of the modules whose router logits it records."""
+    """Descriptions, for transformers, of the modules whose router logits it records."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     found = [(getattr(part, "_can_record_outputs", None) or {}).get("router_logits") for part in parts]
     return [recorder for recorder in found if recorder is not None]

@@ -305,6 +305,7 @@ class CausalLMStage(nn.Module):
         self.cut = cut
         self.anatomy = anatomy or anatomy_of(model)
         self.router_loss = router.router_loss_of(model)
+        self._routers_of: tuple[Cut, bool] | None = None
         trunk = self.anatomy.trunk_of(model)
         slices = cut.slices(self.anatomy)
         self._has_head, self._is_sliced = bool(slices), self.anatomy.head_slices > 1
@@ -336,7 +337,7 @@ class CausalLMStage(nn.Module):
                 inputs[name] = tensor
         if self._takes_cache:  # with one, transformers does not keep apart the samples of a row
             inputs["use_cache"] = False
-        routed = self.router_loss is not None and router.has_routers(self.model)
+        routed = self.router_loss is not None and self._has_routers
         if self.router_loss is not None:
             inputs["output_router_logits"] = routed
         target = self.model if self._has_head else self._trunk[0]
@@ -384,6 +385,13 @@ class CausalLMStage(nn.Module):
         if rows is None:
             return {}
         return {own: rows for own in head.parameters(recurse=False) if len(own) == rows.stop - rows.start < rows.whole}
+
+    @property
+    def _has_routers(self) -> bool:
+        """Whether a router is among its layers, looked for again when these have changed."""
+        if self._routers_of is None or self._routers_of[0] != self.cut:
+            self._routers_of = self.cut, router.has_routers(self.model)
+        return self._routers_of[1]
 
     def loss(
         self,

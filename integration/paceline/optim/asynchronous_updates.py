@@ -39,7 +39,7 @@ from .step_sums import GradientNorm, ShardedMaxChange
 from .task_queue import Task, TaskQueue, Times
 
 Options = list[dict[str, Any]]
-"""Of an optimizer's groups of parameters."""
+"""Settings of an optimizer's groups of parameters, such as their learning rates."""
 
 
 @dataclass(eq=False)

@@ -51,7 +51,7 @@ class PlainEngine(DeepSpeedEngine):
     lr_scheduler: Any
     _max_change: FlatMaxChange | None = None
     _loss_scale: tuple[int, float] = (-1, 1.0)
-    """Of the step with this number: to ask for it may mean to wait for the device."""
+    """The scale, with the number of its step: to ask for it may mean to wait for the device."""
 
     def __init__(self, *args: Any, plan: RunPlan, **kwargs: Any) -> None:
         self.plan = plan

@@ -48,7 +48,7 @@ class StreamUpdates:
         self._engine, self._optimizer, self._num_held, self._applied = engine, optimizer, num_held, applied
         self._completed = 0
         self._options: deque[Options] = deque()
-        """Of the optimizer, for the updates of the steps that have begun and are not complete here."""
+        """Settings for the updates of the steps that have begun and are not complete here."""
 
     @property
     def _updates(self) -> AsynchronousUpdates:
