@@ -150,21 +150,20 @@ def _write_adapters(
 ) -> None:
     """All files of the adapters, into the draft. PEFT wants one for all stages: rank 0 has it all for a moment."""
     state: dict[str, Tensor] = {}
-    writes = pipeline._grid.data_parallel_id == 0
+    rows: dict[str, tuple[Rows, Tensor]] = {}
     with control.together(f"collecting the adapters of stage {pipeline.stage_id}"):
-        if writes:
+        if pipeline._grid.data_parallel_id == 0:
             for stage in pipeline.own_stages:
                 found = adapter_state(stage.model, adapters)
                 state |= {name: tensor.detach().cpu() for name, tensor in found.items()}
-    states = control.gather_at_first(state)
-    # PEFT writes embedding and head too if they have got rows for new tokens.
-    heads = control.gather_at_first(_own_rows(pipeline) if writes else None) if pipeline.has_slices else []
+            # PEFT writes embedding and head too if they have got rows for new tokens.
+            rows = {PREFIX + name: part for name, part in _own_rows(pipeline).items() if PREFIX + name in state}
+    states, heads = control.gather_at_first(state), control.gather_at_first(rows)
     with control.together(f"writing {target}"), _naming(target):
         if control.rank == 0:
             draft = hub_files.begin(target)
             found = {name: tensor for one in states for name, tensor in one.items()}
-            whole = {PREFIX + name: tensor for name, tensor in _whole(heads).items()}
-            write_adapters(found | {name: tensor for name, tensor in whole.items() if name in found}, draft)
+            write_adapters(found | _whole(heads), draft)
             save_adapter_config(pipeline.stage.model, adapters, draft)
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
