@@ -27,6 +27,8 @@ CASES: dict[str, Any] = {
     "bf16, ZeRO 1, 2 replicas": on(2, 1, zero=1, clipping=0.05, more=BF16),
     "lengths of gpt2, recomputed": on(2, 2, kind="ragged", **RECOMPUTED_GPT2),
     "interleaved": on(2, 2, schedule="interleaved"),
+    "split backwards": on(2, 2, schedule="zbv", kind="ragged"),
+    "split backwards of gpt2 in bf16": on(2, 2, schedule="zbh1", zero=1, family="gpt2", more=BF16),
     "halves of gpt2, recomputed": on(2, 2, partition=CUT, half_layers=True, **RECOMPUTED_GPT2),
     EXPERTS: on(2, 1, family="mixtral", more={"expert_parallel": SPREAD}),
 }
@@ -49,7 +51,10 @@ def counted(*args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def trained(
-    pipeline: dict[str, Any], more: dict[str, Any] | None = None, call: dict[str, Any] | None = None
+    pipeline: dict[str, Any],
+    more: dict[str, Any] | None = None,
+    call: dict[str, Any] | None = None,
+    section: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Args: ``call`` has the arguments of the engine's ``compile``, which DeepSpeed's users call after it is made."""
     import torch._inductor.config
@@ -60,7 +65,8 @@ def trained(
     torch.compiler.reset()
     counters.clear()
     torch._inductor.config.compile_threads = 1  # or each rank starts processes, which import torch
-    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline={"pipeline": pipeline}, **(more or {}))
+    section = {"pipeline": pipeline, **(section or {})}
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline=section, **(more or {}))
     engine, *_ = paceline.initialize(model=model_config(), config=config)
     if call is not None:
         engine.compile(**call)
@@ -259,7 +265,6 @@ def refused(pipeline: dict[str, Any], more: dict[str, Any], call: dict[str, Any]
         ({}, {"compile_kwargs": {"fullgraph": True}}, "fullgraph"),
         ({}, {"backend": "cudagraphs"}, "pipeline.compile.backend"),
         ({}, {"compiled_autograd_enabled": True}, "compiled_autograd_enabled"),
-        ({"schedule": "zbh1"}, {}, 'schedule.type "zbh1": a compiled layer computes both gradients in one'),
         ({"schedule": "adaptive"}, {}, 'write "compile": true'),
     ],
 )
@@ -268,9 +273,14 @@ def test_a_call_has_the_rules_of_the_json(pipeline: dict[str, Any], call: dict[s
     assert message in told
 
 
-def test_a_call_is_refused_where_natural_gradients_are() -> None:
-    (told,) = run_ranks(refused, 1, {}, {"natural_gradient": {}}, {})
-    assert "natural_gradient is there" in told
+@pytest.mark.parametrize("schedule", ["1f1b", "zbh1"])
+def test_natural_gradients_of_compiled_layers(schedule: str) -> None:
+    pipeline, section = {**UNIFORM, "schedule": schedule}, {"natural_gradient": {}}
+    plain = run_ranks(trained, 2, pipeline, None, None, section)
+    found = run_ranks(trained, 2, {**pipeline, **EAGER}, None, None, section)
+    assert_equal(found, plain)
+    assert [rank["graphs"] for rank in found] == [1, 1], "one for the two alike layers of each rank"
+    assert plain[0]["losses"] != RUNS["2 stages", "plain"][0]["losses"]
 
 
 def hooked() -> list[int]:

@@ -121,6 +121,7 @@ CAPABILITIES: dict[str, Capability] = {
     "head slices": _pipeline(partition=[0, 6, 9], keys={"head_slices": 4}),
     "int8 boundaries": _pipeline(with_nccl=True, tolerance=HALF, keys={"boundary": INT8}),
     "compiled layers": _pipeline(with_nccl=True, keys={"compile": True}),
+    "compiled layers, split backwards": _pipeline(schedule="zbv", keys={"compile": True}),
     "recomputed layers": _pipeline(with_nccl=True, keys={"recompute": [1, 2]}),
     "one_direction, error feedback": _pipeline(
         with_nccl=True, schedule={"type": "one_direction", "correction": "error_feedback"}, waits_for_device=True

@@ -15,7 +15,6 @@ Chances = dict[str, tuple[float, Sequence[Any]]]
 ASYNCHRONOUS = ("one_direction", "multidirection")
 FLUSHED = ("1f1b", "kfkb", "eager", "zbh1", "zbh2", "adaptive", "interleaved", "zbv", "generated", "multidirection")
 IN_CHUNKS = ("interleaved", "zbv", "generated")
-COMPILED = ("1f1b", "kfkb", "eager", *ASYNCHRONOUS)
 WARM_UP = {"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_num_steps": 3}}
 FORMATS = [{"forward": a, "backward": b} for a, b in (("int8", "int8"), ("bf16", "int8"), ("int4", "fp8_e4m3"))]
 ESTIMATES = {"update_period": 2, "rank_in": 8, "rank_out": 8}
@@ -157,7 +156,7 @@ class _Shape:
         self.pipeline |= _some(
             rng,
             recompute=(0 if kind.is_late and model.family == "mixtral" else 0.3, [1, 2, "fit"]),
-            compile=(0.25 if self.schedule in COMPILED else 0, [{"backend": "aot_eager"}]),
+            compile=(0.25, [{"backend": "aot_eager"}]),
         )
         self.section: dict[str, Any] = {"pipeline": self.pipeline}
         self.config = ds_config(
@@ -292,7 +291,7 @@ class _Sequence:
             is_as_prepared = rng.random() < 0.7
             self._repartition(shape, (is_as_prepared and self.prepared) or shape.boundaries())
         elif action == "set_schedule":
-            is_whole = "compile" in shape.pipeline or "natural_gradient" in shape.section
+            is_whole = "natural_gradient" in shape.section
             name, keys = rng.choice(WHOLE_BACKWARDS if is_whole else WHOLE_BACKWARDS + SPLIT_BACKWARDS)
             self._add(action, name, **keys)
         else:

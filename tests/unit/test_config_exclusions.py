@@ -15,10 +15,8 @@ from paceline.config.exclusions import (
     EXCLUSIONS,
     FEATURES,
     GROUNDS,
-    IN_TWO_CHUNKS,
     NO_FLUSH,
     PIPELINE,
-    SPLIT_BACKWARDS,
     UNEQUAL,
     excluded,
     markdown,
@@ -51,15 +49,9 @@ ASKING: dict[tuple[str, str], Features] = {
     ("recompute", "activation_checkpoint_interval"): features(
         {"pipeline": {"activation_checkpoint_interval": 1}, "paceline": {"pipeline": {"recompute": [1, 0]}}}
     ),
-    **{
-        (COMPILED, name): features({**more, "paceline": {"pipeline": {"compile": True, **keys}, **section}})
-        for name, keys, section, more in (
-            (SPLIT_BACKWARDS, {"schedule": "zbv"}, {}, {}),
-            (IN_TWO_CHUNKS, {"schedule": {"chunks": 2}}, {}, {}),
-            ("natural_gradient", {}, {"natural_gradient": {}}, {}),
-            ("flops_profiler", {}, {}, {"flops_profiler": {"enabled": True}}),
-        )
-    },
+    (COMPILED, "flops_profiler"): features(
+        {"flops_profiler": {"enabled": True}, "paceline": {"pipeline": {"compile": True}}}
+    ),
     ("moe", "hybrid_engine"): features(MOE | {"hybrid_engine": {"enabled": True}}, is_pipeline=False),
     ("moe", "ZeRO 3"): features(MOE | {"zero_optimization": {"stage": 3}}, is_pipeline=False),
     ("moe", "offload"): features(MOE | OFFLOAD, is_pipeline=False),

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..schedules.asynchronous import MULTIDIRECTION, ONE_DIRECTION, STREAMS
-from ..schedules.generator import GENERATED
-from ..schedules.split_families import SPLIT
 from .recompute_keys import FIT
 from .section import HETERO, PLAN, SECTION, PacelineConfig, show, value_at
 from .stage_counts import head_slices, may_be_late, resolve_method, schedule_type
@@ -29,8 +27,6 @@ UNEQUAL = "unequal replicas"
 HALVES = "half_layers"
 HEAD = "head_slices"
 COMPILED = "compile"
-SPLIT_BACKWARDS = "a schedule with split backwards"
-IN_TWO_CHUNKS = '"adaptive" with chunks'
 ROUTER_LOSS = "a router's loss"
 RECOMPUTED = "activation checkpointing of a model with experts"
 
@@ -159,13 +155,6 @@ def _compile(features: Features) -> str | None:
     return f"{SECTION}.pipeline.compile is there" if is_there else None
 
 
-def _adaptive_chunks(features: Features) -> str | None:
-    schedule = features.section.pipeline.schedule
-    if schedule is None or schedule.type not in (None, "adaptive") or schedule.chunks in (None, 1):
-        return None
-    return f"{SECTION}.pipeline.schedule.chunks is {show(schedule.chunks)}"
-
-
 def _other_sizes(features: Features) -> str | None:
     schedule = features.section.pipeline.schedule
     sizes = None if schedule is None else schedule.micro_batch_sizes
@@ -208,8 +197,6 @@ FEATURES: dict[str, _Finder] = {
     '"hetero"': _hetero,
     '"plan" or "fit"': _planned,
     COMPILED: _compile,
-    SPLIT_BACKWARDS: _schedule(*SPLIT, GENERATED),
-    IN_TWO_CHUNKS: _adaptive_chunks,
     "flops_profiler": _key("flops_profiler.enabled"),
     "activation_checkpoint_interval": _key("pipeline.activation_checkpoint_interval", bool),
     **{name: _part(name) for name in ("moe", "natural_gradient", "averaging")},
@@ -430,31 +417,10 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         COMPILED,
-        SPLIT_BACKWARDS,
-        "a compiled layer computes both gradients in one",
-        f"leave compile out, {_OTHER_SCHEDULE}",
-        NOT_BUILT,
-    ),
-    Exclusion(
-        COMPILED,
-        IN_TWO_CHUNKS,
-        "its schedules split backwards, and a compiled layer computes both gradients in one",
-        "leave one of them out",
-        NOT_BUILT,
-    ),
-    Exclusion(
-        COMPILED,
         "flops_profiler",
         "it counts calls of functions, and a graph has none",
         "profile without compile, the operations are the same",
         UPSTREAM,
-    ),
-    Exclusion(
-        COMPILED,
-        "natural_gradient",
-        "factors of the gradients are taken within the layers",
-        "leave one of them out",
-        NOT_BUILT,
     ),
     Exclusion(
         COMPILED,

@@ -26,6 +26,7 @@ _OWN = (
     "natural_hooks",
     "num_rows",
     "deferral",
+    "tap",
     "compiled",
     "parts",
     "pieces",

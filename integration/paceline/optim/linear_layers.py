@@ -13,22 +13,23 @@ as with any other layer, and not more than the logits that a micro-batch keeps b
 much more than all others together.
 
 Layers stay what they are, with a forward of ours: a copy of a model, and one that was pickled, has ordinary ones.
+Within compiled graphs they are tapped (:mod:`.taps`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from ..hf.own_class import Own, become
+from .linear_products import Tap, TappedFunction, as_autocast, full_precision, input_gradient, linear
 
 MOST_OF_HEAD = 4
 """What a head may leave for later, in multiples of what the other layers leave. Where it leaves more, the last stage
@@ -165,6 +166,15 @@ class Deferral:
         finally:
             self._open = None
 
+    def leave(self, layer: OwnLinear, inputs: Tensor, outputs: Tensor) -> None:
+        """Leave the gradients of a linear layer for later.
+
+        Args:
+            inputs: rows of its input [rows, D_in].
+            outputs: gradients of its output [rows, D_out].
+        """
+        self.add(_Product(layer, inputs, outputs))
+
     def add(self, product: Product) -> None:
         """Leave a product for later; in a backward that nobody splits it is computed at once."""
         deferred = Deferred() if self._open is None else self._open
@@ -181,11 +191,23 @@ class OwnLinear(Own):
     deferral: Deferral | None = None
     sees_factors = False
     """Whether the factors of each gradient are of use by themselves, also where nothing is deferred."""
+    tap: Tap | None = None
+    """While a compiled graph with the layer in it runs: how the factors come out of it."""
 
     @property
     def is_transposed(self) -> bool:
         """Whether the weight is [D_in, D_out]."""
         return isinstance(self, Conv1D)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the gradients of a forward that runs now are left for later."""
+        return self.deferral is not None and self.deferral.is_on and self.weight.requires_grad
+
+    @property
+    def needs_factors(self) -> bool:
+        """Whether a backward has to give the factors of the gradients, not only the gradients."""
+        return self.weight.requires_grad and (self.sees_factors or self.is_deferred)
 
     def gradients(self, inputs: Tensor, outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of weight and bias, as autograd computes them; None of what is not trained.
@@ -203,15 +225,18 @@ class OwnLinear(Own):
         return dw, db
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias, deferral = self.weight, self.bias, self.deferral
-        is_deferred = deferral is not None and deferral.is_on
-        if not weight.requires_grad or not (is_deferred or self.sees_factors):
+        tap = self.tap
+        if tap is not None:
+            self.tap = None  # gradients of a second product would be added to the factors of the first
+            rounded = as_autocast(x)
+            if rounded.dtype == tap.inputs.dtype and rounded.numel() == tap.inputs.numel():
+                found: Tensor = TappedFunction.apply(rounded, *tap, self.is_transposed)
+                return found
+        if not self.needs_factors:
             plain: Tensor = super().forward(x)  # type: ignore[misc]
             return plain
-        device = x.device.type
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(device))
-        if deferral is None or not is_deferred:
+        x, weight, bias, deferral = as_autocast(x), self.weight, self.bias, self.deferral
+        if deferral is None or not deferral.is_on:
             out: Tensor = _LinearFunction.apply(x, weight, bias, self, None)
         else:
             out = _LinearFunction.apply(
@@ -232,10 +257,7 @@ class _LinearFunction(torch.autograd.Function):
     ) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.deferral = layer, None if anchor is None else layer.deferral
-        weight = weight.t() if layer.is_transposed else weight
-        if torch.is_autocast_enabled(x.device.type):
-            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias, is_transposed=layer.is_transposed)
 
     @staticmethod
     @once_differentiable
@@ -245,21 +267,14 @@ class _LinearFunction(torch.autograd.Function):
         rows, dx = dy.reshape(-1, dy.shape[-1]), None
         with full_precision(dy):
             if ctx.needs_input_grad[0]:
-                wide = weight.to(dy.dtype)
-                dx = (rows @ (wide.t() if layer.is_transposed else wide)).view(x.shape)
+                dx = input_gradient(rows, weight, is_transposed=layer.is_transposed).view(x.shape)
             # Detached, since what is left for later would else keep the graph that made it.
             inputs = x.detach().reshape(-1, x.shape[-1])
             if ctx.deferral is not None:
-                ctx.deferral.add(_Product(layer, inputs, rows))
+                ctx.deferral.leave(layer, inputs, rows)
                 return dx, None, None, None, None
             dw, db = layer.gradients(inputs, rows)
         return dx, None if dw is None else dw.to(weight.dtype), db, None, None
-
-
-def full_precision(like: Tensor) -> AbstractContextManager[None]:
-    """A backward may be called where autocast is on, which would round what is computed."""
-    device = like.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def is_linear(layer: Any) -> bool:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from ..config.natural_gradient_keys import SIMPLE, NaturalGradientConfig
 from ..hf.own_class import Own, become
-from .linear_layers import OwnLinear, full_precision, is_linear
+from .linear_layers import OwnLinear, is_linear
+from .linear_products import full_precision
 from .natural_gradient import AffineNaturalGradient, OnlineNaturalGradient, SimpleAffineNaturalGradient, sample
 
 MAX_ROWS = 1024

@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from ..hf.own_class import Own, become
-from .linear_layers import Deferral, Partial, full_precision
+from .linear_layers import Deferral, Partial
+from .linear_products import full_precision
 from .natural_layers import NaturalExperts, called_with, is_stack_of_experts
 
 _GROUPED: tuple[Any, ...] = tuple(
@@ -73,9 +74,14 @@ class OwnExperts(Own):
 
     deferral: Deferral | None = None
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the gradients of a forward that runs now are left for later."""
+        return self.deferral is not None and self.deferral.is_on and torch.is_grad_enabled()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         deferral = self.deferral
-        if deferral is None or not deferral.is_on or not torch.is_grad_enabled():
+        if deferral is None or not self.is_deferred:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         module: Any = self
         stacks = [p for name, p in module.named_parameters() if p.requires_grad and p.dim() == 3]

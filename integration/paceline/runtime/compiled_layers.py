@@ -2,7 +2,8 @@
 
 Each layer is compiled alone. What it keeps for a micro-batch's backward belongs to that micro-batch, as without, so
 forwards and backwards may come in any schedule's order; and what moves, measures or recomputes single layers finds them
-as they were. In steps with split backwards, whose linear layers leave products for later, layers run uncompiled.
+as they were. Linear layers that leave the gradients of their weights for later, or compute them in another way, get the
+factors out of the graph. Layers with stacked experts run uncompiled in steps with split backwards.
 
 Where layers may be cut in halves, each half is compiled alone, also of a layer that a stage has whole: a half has the
 same kernels, and so the same numbers and times, wherever the other one is.
@@ -26,7 +27,9 @@ from ..config.run_plan import RunPlan
 from ..hf.layer_profile import CompileLayers
 from ..hf.own_class import Own, become, plain_class
 from ..hf.stage import HalfLayer, PassThrough, take_out_half
-from ..optim.linear_layers import Deferral
+from ..optim.linear_layers import OwnLinear
+from ..optim.stacked_experts import OwnExperts
+from ..optim.taps import tapped
 
 logger = logging.getLogger("paceline")
 
@@ -55,11 +58,16 @@ class CompiledLayer(Own):
             for piece in self.pieces:
                 piece.training = self.training
             return self._forward_in_halves(*args, **kwargs)
-        deferrals = (vars(part).get("deferral") for part in self.parts)  # which modules get when a schedule splits
-        splits = any(isinstance(deferral, Deferral) and deferral.is_on for deferral in deferrals)
-        forward: Forward = self.plain.forward if splits else self.compiled
         _set_up_torch()
-        return forward(self, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.compiled(self, *args, **kwargs)
+        if any(isinstance(part, OwnExperts) and part.is_deferred for part in self.parts):
+            return self.plain.forward(self, *args, **kwargs)
+        layers = [part for part in self.parts if isinstance(part, OwnLinear) and part.needs_factors]
+        hidden_states = next(iter((*args, *kwargs.values())))
+        assert isinstance(hidden_states, torch.Tensor)
+        with tapped(layers, hidden_states):
+            return self.compiled(self, *args, **kwargs)
 
     def _forward_in_halves(self, *args: object, **kwargs: object) -> object:
         """What the layer returns: the second half's hidden states, and beside them what either half knows."""

@@ -256,7 +256,6 @@ class PacelineEngine(PipelineEngine):
             *(self.plan.schedule, self.plan.partition_choice, self, self.layers, self.meter, self.reports),
             *(self.control, self.decisions, self.timelines, self.support.routes),
             recomputes=self.module.activation_checkpoint_interval > 0 or getattr(self.module, "is_recomputed", False),
-            compiles=self.plan.compile is not None,
             formats=assembly.format_choices(self),
             pool=self.plan.pool,
             notice=self.steps,

@@ -48,7 +48,6 @@ def pipeline_controller(
     routes: Routes,
     *,
     recomputes: bool = False,
-    compiles: bool = False,
     formats: Mapping[str, FormatCosts] = NO_FORMATS,
     notice: Notice | None = None,
     pool: StagePool | None = None,
@@ -64,7 +63,6 @@ def pipeline_controller(
         log: gets the decisions.
         routes: device of each stage, one route a direction.
         recomputes: whether backwards compute activations anew.
-        compiles: whether layers are compiled, which in a split backward they could not be.
         formats: by name, costs of formats that stages may send in.
         notice: through which ranks learn that steps have changed; None: they plan at the ends of intervals only.
         pool: other numbers of stages, where the run chose between some.
@@ -93,7 +91,7 @@ def pipeline_controller(
         *(pipeline, costs, schedules.apply, layers, meter, reports, agreement, log, timelines),
         trials=trials(
             *(schedule, pipeline.num_stages, pipeline.micro_batch_size, min(pipeline.replica_micro_batches)),
-            recomputes=recomputes or compiles,
+            recomputes=recomputes,
         )
         if is_adaptive
         else [schedules.current],

@@ -58,7 +58,7 @@ def trials(
 
     All sizes of micro-batches, and a split backward, whose two parts are timed; of schedules with split backwards none
     is chosen before. Where activations are recomputed none is tried: what it leaves for later is many times what was
-    kept before, and memory is short. Nor where layers are compiled.
+    kept before, and memory is short.
 
     With several stages a device the run begins with split backwards, and a whole one is tried: otherwise whole ones
     would seem to take as long as both parts of split ones. Of few micro-batches it is not: while a pipeline fills and

@@ -11,11 +11,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2Config
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralDecoderLayer
 
+from paceline.config.natural_gradient_keys import NaturalGradientConfig
 from paceline.hf.stage import HalfLayer, PassThrough, take_out_half
 from paceline.optim.linear_layers import Deferral
+from paceline.optim.natural_layers import NaturalGradients
+from paceline.optim.stacked_experts import defer_experts
 from paceline.runtime.compiled_layers import CompiledForwards, CompiledLayer, compiled_forwards, run_of_half
+
+# While torch traces, it looks for gradients of all inputs, and makes an autograd function as others are told not to.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 
 class Layer(nn.Module):
@@ -57,20 +69,115 @@ def test_layers_of_a_class_share_one_compiled_forward() -> None:
     assert type(layers[1]) is PassThrough
 
 
-def test_a_layer_that_leaves_products_for_later_runs_as_it_is() -> None:
-    counted, layer, deferral = Counted(), Layer(), Deferral()
+def in_two_parts(layer: nn.Module, x: Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> dict[str, Any]:
+    """A forward, a backward of the inputs and one of the weights.
+
+    Args:
+        dtype: of autocast; None: without.
+
+    Returns:
+        output, gradients by name, names of those that come with the inputs', and size of what is left for later.
+    """
+    deferral = Deferral()
+    deferral.adopt(layer)
+    deferral.is_on = True
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        found = layer(x, **kwargs)
+    out: Tensor = found[0] if isinstance(found, tuple) else found
+    with deferral.collecting() as deferred:
+        out.float().square().sum().backward()
+    early = {name for name, parameter in layer.named_parameters() if parameter.grad is not None}
+    size = len(deferred), deferred.num_bytes
+    deferred.run()
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"out": out, "gradients": {"input": x.grad, **gradients}, "early": early, "size": size}
+
+
+def assert_same_parts(found: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert torch.equal(found["out"], plain["out"])
+    assert found["early"] == plain["early"]
+    assert found["size"] == plain["size"]
+    for name, gradient in plain["gradients"].items():
+        assert (found["gradients"][name] is None) == (gradient is None), name
+        assert gradient is None or torch.equal(found["gradients"][name], gradient), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_a_compiled_layer_leaves_products_for_later(family: str, precision: str) -> None:
+    layer, kwargs = (gpt2_layer(), {}) if family == "gpt2" else (llama_layer(), tables())
+    x = torch.randn(2, 3, 16)
+    if precision == "bfloat16":
+        layer, x = layer.bfloat16(), x.bfloat16()
+        kwargs = {name: tuple(table.bfloat16() for table in pair) for name, pair in kwargs.items()}
+    compiled, dtype = copy.deepcopy(layer), torch.bfloat16 if precision == "autocast" else None
+    plain = in_two_parts(layer, x, dtype=dtype, **kwargs)
+    num_products = {"llama": 7, "gpt2": 4}[family]
+    assert plain["size"][0] == num_products
+    torch._dynamo.reset()
+    counters.clear()
+    compiled_forwards(backend="aot_eager").adopt([compiled])
+    assert_same_parts(in_two_parts(compiled, x, dtype=dtype, **kwargs), plain)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+class Twice(nn.Module):
+    """A layer with a linear layer that is called twice, one for half of the rows, and one that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.short, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.twice(self.twice(x).tanh()) + self.short(x[: len(x) // 2]).mean()
+        return out
+
+
+def test_products_that_cannot_come_out_of_a_graph_are_left_between_two() -> None:
+    layer, x = Twice(), torch.randn(6, 4)
+    compiled = copy.deepcopy(layer)
+    plain = in_two_parts(layer, x)
+    torch._dynamo.reset()
+    compiled_forwards(backend="aot_eager").adopt([compiled])
+    assert_same_parts(in_two_parts(compiled, x), plain)
+    assert compiled.never.tap is None, "or a later forward would take what is of this one"
+
+
+def test_a_layer_whose_experts_leave_products_for_later_runs_as_it_is() -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_implementation": "eager"}
+    config = MixtralConfig(hidden_size=16, intermediate_size=24, num_local_experts=2, **heads)
+    counted, layer, deferral = Counted(), MixtralDecoderLayer(config, 0), Deferral()
     CompiledForwards(counted).adopt([layer])
     deferral.adopt(layer)
-    x = torch.randn(2, 4)
-    layer(x)
+    defer_experts(layer, deferral)
+    x = torch.randn(1, 3, 16)
+    layer(x, **tables())
     assert counted.num_calls == 1
     deferral.is_on = True
-    with deferral.collecting() as deferred:
-        layer(x).sum().backward()
+    layer(x, **tables())
     assert counted.num_calls == 1
-    assert layer.linear.weight.grad is None
-    deferred.run()
-    assert layer.linear.weight.grad is not None
+    with torch.no_grad():
+        layer(x, **tables())
+    assert counted.num_calls == 2
+
+
+def test_natural_gradients_of_a_compiled_layer_are_those_of_the_layer() -> None:
+    layer = llama_layer()
+    compiled, x = copy.deepcopy(layer), torch.randn(2, 3, 16)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled_forwards(backend="aot_eager").adopt([compiled])
+    gradients = []
+    for each in (layer, compiled):
+        NaturalGradients(NaturalGradientConfig(), unit=float).adopt(each)
+        for _ in range(2):
+            each(x, **tables()).square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in each.named_parameters()})
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (1, {})
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradients[1][name], gradient), name
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
@@ -98,10 +205,18 @@ def llama_layer() -> nn.Module:
     return LlamaDecoderLayer(config, 0)
 
 
+def gpt2_layer() -> nn.Module:
+    config = GPT2Config(n_embd=16, n_head=2, attn_pdrop=0.0, resid_pdrop=0.0, attn_implementation="eager")
+    return GPT2Block(config, 0)
+
+
+def tables() -> dict[str, Any]:
+    return {"position_embeddings": (torch.ones(1, 3, 8), torch.zeros(1, 3, 8))}
+
+
 def called(layer: nn.Module, *, by_name: bool = False) -> Tensor:
     x = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(0))
-    tables = {"position_embeddings": (torch.ones(1, 3, 8), torch.zeros(1, 3, 8))}
-    out: Tensor = layer(hidden_states=x, **tables) if by_name else layer(x, **tables)
+    out: Tensor = layer(hidden_states=x, **tables()) if by_name else layer(x, **tables())
     return out
 
 
