@@ -76,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--compile", action="store_true", help="the layers")
+    parser.add_argument("--schedule", default="1f1b", help="zbh1: with split backwards")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of the device in bf16")
@@ -89,7 +90,7 @@ def main() -> None:
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     shape = SHAPES[args.shape]
-    engine, *_ = paceline.initialize(model=config_of(shape), config=settings(shape, compiles=args.compile))
+    engine, *_ = paceline.initialize(model=config_of(shape), config=settings(shape, args))
     is_cuda = torch.device(engine.device).type == "cuda"
     data = batches(shape)
 
@@ -130,14 +131,14 @@ def config_of(shape: Shape) -> Any:
     )
 
 
-def settings(shape: Shape, *, compiles: bool) -> dict[str, Any]:
+def settings(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": shape.micro_batches,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "paceline": {"pipeline": {"stages": 1, "compile": compiles}},
+        "paceline": {"pipeline": {"stages": 1, "compile": args.compile, "schedule": args.schedule}},
     }
 
 

@@ -111,6 +111,7 @@ FUSED = OneAfterAnother(
     trained,
     {
         "2 stages": on(2, {**UNIFORM, "compile": True}),
+        "split backwards": on(2, {**UNIFORM, "schedule": "zbh1", "compile": True}),
         **{name: on(2, {**HALVES, "partition": cut}, BF16) for name, cut in CUTS.items()},
     },
 )
@@ -126,8 +127,9 @@ def assert_alike(found: list[dict[str, Any]], plain: list[dict[str, Any]]) -> No
 
 
 @needs_compiler
-def test_fused_kernels_give_the_same_up_to_rounding() -> None:
-    assert_alike(FUSED["2 stages"], RUNS["2 stages", "plain"])
+@pytest.mark.parametrize("name", ["2 stages", "split backwards"])
+def test_fused_kernels_give_the_same_up_to_rounding(name: str) -> None:
+    assert_alike(FUSED[name], RUNS["2 stages", "plain"])
 
 
 @needs_compiler
