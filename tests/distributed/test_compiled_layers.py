@@ -22,7 +22,7 @@ CUT = [0, 4, 2 * LAYERS + 2]
 """Boundaries over halves of layers: the second stage begins with an MLP."""
 CUTS = {"after attention": CUT, "between layers": [0, 5, 2 * LAYERS + 2]}
 RECOMPUTED_GPT2 = {"family": "gpt2", "checkpointing": True}
-EXPERTS = "experts on several ranks"
+EXPERTS, SPLIT_EXPERTS = "experts on several ranks", "split backwards of experts on several ranks"
 CASES: dict[str, Any] = {
     "bf16, ZeRO 1, 2 replicas": on(2, 1, zero=1, clipping=0.05, more=BF16),
     "lengths of gpt2, recomputed": on(2, 2, kind="ragged", **RECOMPUTED_GPT2),
@@ -31,6 +31,7 @@ CASES: dict[str, Any] = {
     "split backwards of gpt2 in bf16": on(2, 2, schedule="zbh1", zero=1, family="gpt2", more=BF16),
     "halves of gpt2, recomputed": on(2, 2, partition=CUT, half_layers=True, **RECOMPUTED_GPT2),
     EXPERTS: on(2, 1, family="mixtral", more={"expert_parallel": SPREAD}),
+    SPLIT_EXPERTS: on(2, 1, family="mixtral", more={"expert_parallel": SPREAD}, schedule="zbh1"),
 }
 """Other features beside compiled layers: `test_combinations`."""
 
@@ -91,7 +92,7 @@ RUNS = OneAfterAnother(
 )
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != EXPERTS])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in (EXPERTS, SPLIT_EXPERTS)])
 def test_no_bit_differs_from_layers_that_are_not_compiled(name: str) -> None:
     plain, found = RUNS[name, "plain"], RUNS[name, "compiled"]
     assert all(rank["graphs"] == 0 for rank in plain)
@@ -101,9 +102,10 @@ def test_no_bit_differs_from_layers_that_are_not_compiled(name: str) -> None:
     assert [rank["norms"] for rank in found] == [rank["norms"] for rank in plain]
 
 
-def test_the_same_up_to_rounding() -> None:
+@pytest.mark.parametrize("name", [EXPERTS, SPLIT_EXPERTS])
+def test_the_same_up_to_rounding(name: str) -> None:
     """A compiled backward adds the gradients of an input of several experts up in another order."""
-    assert_alike(RUNS[EXPERTS, "compiled"], RUNS[EXPERTS, "plain"])
+    assert_alike(RUNS[name, "compiled"], RUNS[name, "plain"])
 
 
 HALVES = {"stages": 2, "half_layers": True, "compile": True}

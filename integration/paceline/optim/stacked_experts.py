@@ -80,12 +80,16 @@ class OwnExperts(Own):
         return self.deferral is not None and self.deferral.is_on and torch.is_grad_enabled()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        deferral = self.deferral
-        if deferral is None or not self.is_deferred:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if self.is_deferred:
+            return self._forward_apart(*args, **kwargs)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # products are taken apart as they are called
+    def _forward_apart(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self
+        assert self.deferral is not None
         stacks = [p for name, p in module.named_parameters() if p.requires_grad and p.dim() == 3]
-        with _Apart(stacks, deferral):
+        with _Apart(stacks, self.deferral):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -3,7 +3,7 @@
 Each layer is compiled alone. What it keeps for a micro-batch's backward belongs to that micro-batch, as without, so
 forwards and backwards may come in any schedule's order; and what moves, measures or recomputes single layers finds them
 as they were. Linear layers that leave the gradients of their weights for later, or compute them in another way, get the
-factors out of the graph. Layers with stacked experts run uncompiled in steps with split backwards.
+factors out of the graph. Stacked experts that leave theirs run uncompiled, between two graphs.
 
 Where layers may be cut in halves, each half is compiled alone, also of a layer that a stage has whole: a half has the
 same kernels, and so the same numbers and times, wherever the other one is.
@@ -28,7 +28,6 @@ from ..hf.layer_profile import CompileLayers
 from ..hf.own_class import Own, become, plain_class
 from ..hf.stage import HalfLayer, PassThrough, take_out_half
 from ..optim.linear_layers import OwnLinear
-from ..optim.stacked_experts import OwnExperts
 from ..optim.taps import tapped
 
 logger = logging.getLogger("paceline")
@@ -61,8 +60,6 @@ class CompiledLayer(Own):
         _set_up_torch()
         if not torch.is_grad_enabled():
             return self.compiled(self, *args, **kwargs)
-        if any(isinstance(part, OwnExperts) and part.is_deferred for part in self.parts):
-            return self.plain.forward(self, *args, **kwargs)
         layers = [part for part in self.parts if isinstance(part, OwnLinear) and part.needs_factors]
         hidden_states = next(iter((*args, *kwargs.values())))
         assert isinstance(hidden_states, torch.Tensor)

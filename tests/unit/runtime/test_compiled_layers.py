@@ -80,6 +80,7 @@ def in_two_parts(layer: nn.Module, x: Tensor, *, dtype: torch.dtype | None = Non
     """
     deferral = Deferral()
     deferral.adopt(layer)
+    defer_experts(layer, deferral)
     deferral.is_on = True
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
@@ -145,22 +146,24 @@ def test_products_that_cannot_come_out_of_a_graph_are_left_between_two() -> None
     assert compiled.never.tap is None, "or a later forward would take what is of this one"
 
 
-def test_a_layer_whose_experts_leave_products_for_later_runs_as_it_is() -> None:
+def test_experts_that_leave_products_for_later_run_between_two_graphs() -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_implementation": "eager"}
     config = MixtralConfig(hidden_size=16, intermediate_size=24, num_local_experts=2, **heads)
-    counted, layer, deferral = Counted(), MixtralDecoderLayer(config, 0), Deferral()
-    CompiledForwards(counted).adopt([layer])
-    deferral.adopt(layer)
-    defer_experts(layer, deferral)
-    x = torch.randn(1, 3, 16)
-    layer(x, **tables())
-    assert counted.num_calls == 1
-    deferral.is_on = True
-    layer(x, **tables())
-    assert counted.num_calls == 1
-    with torch.no_grad():
-        layer(x, **tables())
-    assert counted.num_calls == 2
+    layer, x = MixtralDecoderLayer(config, 0), torch.randn(2, 3, 16)
+    for parameter in layer.mlp.parameters():  # transformers fills them when it makes a whole model
+        nn.init.normal_(parameter, std=0.1)
+    compiled = copy.deepcopy(layer)
+    plain = in_two_parts(layer, x, **tables())
+    assert plain["size"][0] > 4, "besides attention's products those of the experts"
+    assert not {name for name in plain["early"] if "experts" in name}
+    torch._dynamo.reset()
+    counters.clear()
+    compiled_forwards(backend="aot_eager").adopt([compiled])
+    found = in_two_parts(compiled, x, **tables())
+    assert counters["stats"]["unique_graphs"] > 1
+    assert (found["early"], found["size"][0]) == (plain["early"], plain["size"][0])
+    for name, gradient in plain["gradients"].items():
+        torch.testing.assert_close(found["gradients"][name], gradient)
 
 
 def test_natural_gradients_of_a_compiled_layer_are_those_of_the_layer() -> None:
