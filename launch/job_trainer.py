@@ -167,10 +167,11 @@ class JobTrainer(PacelineTrainer):
             logger.info("going on from %s, after step %d", found, engine.global_steps)
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        """All steps; none where the checkpoint is of the last one."""
+        """All steps; none where the checkpoint is of the last one, in which an island may have waited for others."""
         if self.run_log.first_step < self.run.num_steps:
             super()._run_epoch(**kwargs)
         else:
+            self._finish_averaging()
             self._evaluate_held_out(self.run.num_steps)
             self.control.should_training_stop = True
 
@@ -190,8 +191,7 @@ class JobTrainer(PacelineTrainer):
         self._globalstep_last_logged = step
         is_last = step >= run.num_steps
         if is_last:
-            current().finishing()  # the export is next; no signal is to cut it off
-            engine.finish_averaging(self._held_out_loss)
+            self._finish_averaging()
         if self.intervals.reports_at(step):
             self._report(step)
         if step == self.run_log.first_step + 1 and run.args.save_strategy != "no":
@@ -210,6 +210,10 @@ class JobTrainer(PacelineTrainer):
         self._engine.finish_checkpoint()
         self._close()
         self.is_in_train = False
+
+    def _finish_averaging(self) -> None:
+        current().finishing()  # the export is next; no signal is to cut it off
+        self._engine.finish_averaging(self._held_out_loss)
 
     # -- what happens between steps ------------------------------------------------------------------------------
 

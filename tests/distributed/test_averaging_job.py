@@ -30,9 +30,16 @@ def test_two_islands(tmp_path: Path) -> None:
     with lighthouse() as light:
         averaging = {"lighthouse": light, "min_islands": 2, "every_tokens": 100, "decay_tokens": 10_000}
         config = write_config(tmp_path, averaging)
-        common = {**TINY, "deepspeed": config, "output_dir": output}
+        common = {**TINY, "deepspeed": config, "output_dir": output, "save_steps": 1}
         islands = run_islands([Island(finetune, 1, (flags(**common, island=n),)) for n in range(2)])
+        # A checkpoint of its last step, and of before the last average: it looks for the others again.
+        write_config(tmp_path, {**averaging, "min_islands": 1, "islands": 2})
+        went_on = {**common, "output_dir": tmp_path / "again", "max_steps": 1, "island": 0}
+        went_on["resume_from_checkpoint"] = output / "island0/checkpoint-1"
+        [again] = run_ranks(finetune, 1, flags(**went_on))
     assert [code for ((code, _),) in islands] == [0, 0], islands
+    assert again[0] == 0, again
+    assert again[1].count("no other island is there at the end") == 1
     models, first_losses = [], set()
     for number in range(2):
         folder = output / f"island{number}"
