@@ -21,6 +21,7 @@ from .rules import Report
 logger = logging.getLogger("paceline")
 
 _POLL_S = 2.0
+_DIFFERS = "The model is this island's own, and differs from that of the others."
 
 
 class Messages(Protocol):
@@ -101,6 +102,12 @@ class BackgroundRounds:
                 if self._messages.sum(torch.tensor([int(self._stops())])).item():
                     if attempt is not None:
                         attempt.is_given_up = True
+                        if is_last:
+                            logger.warning(
+                                "This island was asked to stop at its end, as it waited for the others. %s Go on from "
+                                "its last checkpoint to have their average.",
+                                _DIFFERS,
+                            )
                     self._leave()
                     return None
                 state = self._messages.from_first(None if attempt is None else _state_of(attempt))
@@ -149,11 +156,7 @@ class BackgroundRounds:
     ) -> None:
         if kind in (TimeoutError.__name__, ConnectionError.__name__) and not must_succeed:
             if attempt is not None:
-                follows = (
-                    "The model is this island's own, and differs from that of the others."
-                    if is_last
-                    else "Training goes on without the others until the next round."
-                )
+                follows = _DIFFERS if is_last else "Training goes on without the others until the next round."
                 logger.warning("%s %s", message, follows)
             return
         error: Exception = ValueError(message) if kind in ("ValueError", "ConnectionError") else RuntimeError(message)

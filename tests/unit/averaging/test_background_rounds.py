@@ -121,7 +121,9 @@ def raising_connect() -> Any:
     raise AssertionError("only the first rank has a connection")
 
 
-def test_a_job_that_is_to_stop_waits_for_nobody() -> None:
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_job_that_is_to_stop_waits_for_nobody(is_last: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """At the end it says that its model is its own: no other round comes."""
     begun = threading.Event()
     holding = threading.Event()
 
@@ -134,8 +136,9 @@ def test_a_job_that_is_to_stop_waits_for_nobody() -> None:
     rounds = rounds_of(connection, stops=begun.is_set)
     rounds.begin(REPORT, [])
     assert begun.wait(PATIENCE_S)
-    assert rounds.wait(must_succeed=True) is None
+    assert rounds.wait(must_succeed=False, is_last=is_last) is None
     assert connection.is_closed.is_set()
+    assert ("The model is this island's own, and differs" in caplog.text) == is_last
     holding.set()
 
 
