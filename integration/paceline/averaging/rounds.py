@@ -251,7 +251,7 @@ class Islands:
         self._others = [m.store_address for n, m in enumerate(quorum.participants) if n != mine]
         finished = max(each.round for each in reports) + (not is_no_round(reports))
         outcome = Outcome(None, reports, weights, finished, 0.0, 0.0, 0, 0)
-        if not self._changes(reports):
+        if not self._changes(reports, weights):
             return outcome
         stall_s = min(_STALL_S, self.timeout_s)
         with self._connected(outcome, spent_s):
@@ -312,7 +312,7 @@ class Islands:
             )
         return None
 
-    def _changes(self, reports: Sequence[Report]) -> bool:
+    def _changes(self, reports: Sequence[Report], weights: Sequence[float]) -> bool:
         if len(reports) == 1 or is_no_round(reports):
             return False
         if any(report.counts for report in reports):
@@ -325,7 +325,7 @@ class Islands:
         logger.warning(
             "islands %s have just started and differ in their parameters: all take those of island %d",
             [report.island for report in reports],
-            min(report.island for report in reports),
+            reports[weights.index(1.0)].island,
         )
         return True
 

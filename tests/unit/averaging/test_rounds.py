@@ -117,19 +117,19 @@ def test_loopback_addresses_do_not_mix_with_others() -> None:
         islands(Lighthouse([member(report(1), host="10.0.0.2")])).round(report(0), [])
 
 
-@pytest.mark.parametrize(("checksum", "changes"), [(0.5, False), (0.25, True)])
+@pytest.mark.parametrize(("finished", "checksum", "source"), [(0, 0.5, None), (0, 0.25, 0), (2, 0.25, 1)])
 def test_islands_that_start_take_the_first_ones_values_where_they_differ(
-    checksum: float, changes: bool, caplog: pytest.LogCaptureFixture
+    finished: int, checksum: float, source: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where nothing differs there is nothing to send: no group is made."""
-    other = member(report(1, counts=False, round=0, checksum=checksum))
+    """Or those of one that is further, from its checkpoint. Where nothing differs no group is made."""
+    other = member(report(1, counts=False, round=finished, checksum=checksum))
     lighthouse = Lighthouse([other], TimeoutError())
     each = islands(lighthouse)
     own = report(0, counts=False, round=0)
-    if changes:
+    if source is not None:
         with pytest.raises(TimeoutError):  # the other one's store is not there, nor is it the second time
             each.round(own, [torch.ones(1)])
-        assert "all take those of island 0" in caplog.text
+        assert f"all take those of island {source}" in caplog.text
         assert lighthouse.asked[1]["failures"] == 1
     else:
         assert each.round(own, [torch.ones(1)]).tensors is None
