@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "nesterov": {"outer": "nesterov"},
     "overlapping parts": {"parts": 2, "overlap_steps": 1, "combine_rounds": 2, "decay_tokens": 100 * TOKENS},
     "states": {"optimizer_state": "average"},
+    "before the first round": {"every_tokens": (SAVED_AT + 1) * TOKENS},
 }
 
 

@@ -334,7 +334,7 @@ class Averager:
             checksum = self._outer.checksum(self._parts[part])
         else:
             checksum = math.fsum(tensor.double().sum().item() for tensor in sent)
-        trained = self.tokens - self._trained_until.get(part, 0) if counts else 0
+        trained = self.tokens - self._trained_until.get(part, 0) if counts or starts else 0
         period = min(1.0, trained / self.section.every_tokens) if is_early else 1.0
         digest = settings_digest(self.section, self.first_round, self._masters.numels(), self._kinds)
         report = Report(self.island, digest, checksum, loss, tokens, counts, self.round, trained, period, ends)

@@ -318,7 +318,7 @@ class Islands:
         if any(report.counts for report in reports):
             return True
         rounds = {report.round for report in reports}
-        if len(rounds) == 1 and rounds != {0}:
+        if len(rounds) == 1 and (rounds != {0} or all(report.trained for report in reports)):
             return False  # all have come back from checkpoints of the same round, and go on as they were
         if len({report.checksum.hex() for report in reports}) == 1:
             return False

@@ -40,7 +40,7 @@ class Report:
     """Rounds that it has finished."""
     trained: int = 0
     """Tokens that it trained on since the last round of the same tensors: the weight of its values. Differs from
-    ``tokens`` where tensors go by parts."""
+    ``tokens`` where tensors go by parts, and where it comes back from a checkpoint."""
     period: float = 1.0
     """Share of a regular period that these are: less than 1 at the end of training, and where it was called."""
     ends: bool = False

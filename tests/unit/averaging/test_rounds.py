@@ -117,15 +117,21 @@ def test_loopback_addresses_do_not_mix_with_others() -> None:
         islands(Lighthouse([member(report(1), host="10.0.0.2")])).round(report(0), [])
 
 
-@pytest.mark.parametrize(("finished", "checksum", "source"), [(0, 0.5, None), (0, 0.25, 0), (2, 0.25, 1)])
+@pytest.mark.parametrize(
+    ("finished", "checksum", "trained", "source"),
+    [(0, 0.5, 0, None), (0, 0.25, 0, 0), (2, 0.25, 0, 1), (0, 0.25, 100, None)],
+)
 def test_islands_that_start_take_the_first_ones_values_where_they_differ(
-    finished: int, checksum: float, source: int | None, caplog: pytest.LogCaptureFixture
+    finished: int, checksum: float, trained: int, source: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Or those of one that is further, from its checkpoint. Where nothing differs no group is made."""
-    other = member(report(1, counts=False, round=finished, checksum=checksum))
+    """Or those of one that is further, from its checkpoint; of before the first round each keeps its own.
+
+    Where there is nothing to send no group is made.
+    """
+    other = member(report(1, counts=False, round=finished, checksum=checksum, trained=trained))
     lighthouse = Lighthouse([other], TimeoutError())
     each = islands(lighthouse)
-    own = report(0, counts=False, round=0)
+    own = report(0, counts=False, round=0, trained=100)
     if source is not None:
         with pytest.raises(TimeoutError):  # the other one's store is not there, nor is it the second time
             each.round(own, [torch.ones(1)])
