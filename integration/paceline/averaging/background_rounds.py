@@ -104,8 +104,8 @@ class BackgroundRounds:
                         attempt.is_given_up = True
                         if is_last:
                             logger.warning(
-                                "This island was asked to stop at its end, as it waited for the others. %s Go on from "
-                                "its last checkpoint to have their average.",
+                                "This island was asked to stop, and does not wait for the others. %s Go on from its "
+                                "last checkpoint to have their average.",
                                 _DIFFERS,
                             )
                     self._leave()
