@@ -102,6 +102,9 @@ class Averager:
         self.first_round: Literal["best", "mean"] = section.first_round or ("mean" if is_mean else "best")
         self._rounds = BackgroundRounds(messages, lambda: connect(section, self.island, self._weigh))
         self._exchange: Exchange | None = None
+        self._has_stepped = False
+        """Steps have come since the last exchange began: by how much the average differs is added to what they learned.
+        The average itself is taken otherwise, since sums are rounded."""
         self._joined = False
         self._is_over = False
         """The last averages were taken, and no step has come after them."""
@@ -211,6 +214,7 @@ class Averager:
     def after_step(self, step: int, loss: Tensor | float, tokens: int) -> None:
         """A step is done: ``tokens`` of all ranks of this island together, and its mean loss."""
         self.tokens += tokens
+        self._has_stepped = True
         self._loss.add(loss, tokens)
         if self._exchange is not None and step >= self._exchange.due:
             self.settle()
@@ -219,9 +223,8 @@ class Averager:
             self.settle()
             every = self.section.every_tokens / len(self._parts)
             self._next_tokens = (self._next_tokens if is_due else self.tokens) + every
-            overlaps = self.section.overlap_steps > 0
-            self._begin(step, counts=not self._to_take, overlaps=overlaps, is_early=not is_due)
-            if not overlaps:
+            self._begin(step, counts=not self._to_take, is_early=not is_due)
+            if not self.section.overlap_steps:
                 self.settle()
 
     def finish(self, step: int, held_out_loss: Callable[[], float] | None = None) -> None:
@@ -246,9 +249,6 @@ class Averager:
         if not self._joined:
             self._number_parameters()
         self._anchor()  # a checkpoint may have been loaded since the last step
-        if self._exchange is not None and self._exchange.due == step + self.section.overlap_steps:
-            # No step has come after it: the average itself, not by how much it differs, which would be rounded.
-            self._exchange = replace(self._exchange, overlaps=False)
         self.settle()
         num_last = 0
         while num_last < len(self._parts):
@@ -311,7 +311,6 @@ class Averager:
         *,
         counts: bool,
         starts: bool = False,
-        overlaps: bool = False,
         is_early: bool = False,
         ends: bool = False,
     ) -> None:
@@ -324,7 +323,8 @@ class Averager:
         gathered = [self._masters.gather(names, kind) or [] for kind in self._kinds if counts]
         states = [tensor for tensors in gathered for tensor in tensors]
         due = step + self.section.overlap_steps
-        exchange = self._exchange = Exchange(due, counts, starts, overlaps, tokens, self.tokens, indices, sent, states)
+        exchange = self._exchange = Exchange(due, counts, starts, tokens, self.tokens, indices, sent, states)
+        self._has_stepped = False
         if not self.is_first:
             return
         assert sent is not None
@@ -412,7 +412,7 @@ class Averager:
             return Values(states=states)
         # Otherwise it takes the others' and goes on.
         is_whole = exchange.has(indices) and all(bool(tensor.isfinite().all()) for tensor in sent)
-        if not exchange.overlaps or not exchange.counts or not is_whole:
+        if not self._has_stepped or not exchange.counts or not is_whole:
             return Values(new, replaces=True, states=states)
         return Values([a - b for a, b in zip(new, sent, strict=True)], states=states)
 

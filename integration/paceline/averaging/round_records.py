@@ -26,8 +26,6 @@ class Exchange:
     counts: bool
     starts: bool
     """Before the first step: there is nothing to go on with alone."""
-    overlaps: bool
-    """Training goes on meanwhile."""
     tokens: int
     trained_until: int
     """Tokens that this island had trained on when it began."""

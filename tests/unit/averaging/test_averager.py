@@ -264,11 +264,14 @@ def test_an_island_that_is_not_finite_takes_the_others_average_beside_training_t
     assert job.value == 3.0
 
 
-def test_at_the_end_it_is_the_average_itself() -> None:
-    """A difference that is added would be rounded, on each island otherwise."""
+@pytest.mark.parametrize("saves", [False, True])
+def test_at_the_end_it_is_the_average_itself(saves: bool) -> None:
+    """A difference that is added would be rounded, on each island otherwise. Trainer saves after its last step."""
     job = Job(first_round="mean", overlap_steps=2)
     job.trains_to(1.1)
     job.after_step(100, (-0.7, 2.0, 100))
+    if saves:
+        job.averager.settle()
     job.others.there = lambda own: ()
     job.averager.finish(1)
     assert job.value == float(0.5 * torch.tensor(1.1) + 0.5 * torch.tensor(-0.7))
