@@ -40,13 +40,18 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.0
 """DeepSpeed's own would be compiled first."""
 
 
-def plain_engine(light: str, averaging: dict[str, Any] | None, changes: dict[str, Any]) -> Any:
+def small_model() -> Any:
     """Of the weights that a pipeline draws."""
-    import paceline
     from paceline.hf.stage import Cut
     from paceline.hf.weights import load_stage
 
-    model = load_stage(None, model_config(num_hidden_layers=LAYERS), Cut.whole(LAYERS)).model
+    return load_stage(None, model_config(num_hidden_layers=LAYERS), Cut.whole(LAYERS)).model
+
+
+def plain_engine(light: str, averaging: dict[str, Any] | None, changes: dict[str, Any]) -> Any:
+    import paceline
+
+    model = small_model()
     config = config_of(light, None, averaging, gradient_accumulation_steps=MICRO_BATCHES // 2, **ADAM, **changes)
     return paceline.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
@@ -216,11 +221,8 @@ def sliced_engine() -> str:
     import deepspeed
 
     import paceline
-    from paceline.hf.stage import Cut
-    from paceline.hf.weights import load_stage
 
-    model = load_stage(None, model_config(num_hidden_layers=LAYERS), Cut.whole(LAYERS)).model
-    model = deepspeed.tp_model_init(model, tp_size=2, dtype=torch.float32)
+    model = deepspeed.tp_model_init(small_model(), tp_size=2, dtype=torch.float32)
     with pytest.raises(ValueError, match="tensor parallelism over 2 ranks") as caught:
         paceline.initialize(model=model, config=config_of("localhost:1", None, {}, **ADAM))
     return str(caught.value)
@@ -232,7 +234,23 @@ def test_slices_of_parameters_are_refused() -> None:
         assert message.startswith("paceline.averaging is there and the engine has tensor parallelism"), message
 
 
+def evaluates_without_an_optimizer(zero: int) -> bool:
+    """As Trainer does before a training: there is nothing to average, and no lighthouse is asked for."""
+    import paceline
+
+    config = config_of("localhost:1", None, {}, zero_optimization={"stage": zero})
+    config["paceline"]["max_change"] = {}
+    del config["optimizer"]
+    engine = paceline.initialize(model=small_model(), config=config)[0]
+    with torch.no_grad():
+        loss = engine(**step_batches(0, "plain")[0]).loss
+    engine.finish_averaging()
+    engine.destroy()
+    return bool(loss.isfinite())
+
+
 def alone_and_not(lights: list[str]) -> Any:
+    assert all(evaluates_without_an_optimizer(zero) for zero in (0, 3))
     found = []
     for light, zero, bf16 in zip(lights, (0, 3, 1), (0, 0, 1), strict=True):
         changes = {"zero_optimization": {"stage": zero}, "bf16": {"enabled": bool(bf16)}}

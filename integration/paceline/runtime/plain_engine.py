@@ -67,9 +67,10 @@ class PlainEngine(DeepSpeedEngine):
                 device=torch.device(self.device),
                 unit=self._unit_of_sum,
             )
+        trains = self.basic_optimizer is not None  # otherwise it is there to evaluate
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         limits = agreed_limits(plan.max_change, self.module, names, self.control.gather)
-        if limits is not None and self.optimizer is not None:
+        if limits is not None and trains:
             self._max_change = FlatMaxChange(self, limits)
         if plan.averaging is not None and self.mp_world_size > 1:  # also of tp_model_init, which the JSON does not tell
             row = exclusion("averaging", "tensor parallelism")
@@ -78,7 +79,7 @@ class PlainEngine(DeepSpeedEngine):
         self._tokens = 0
         self._loss = StepLoss()
         self.averager = make_averager(
-            plan.averaging,
+            plan.averaging if trains else None,
             self.control,
             lambda: PlainMasters(self.control, self.module, self.optimizer, self.basic_optimizer),
             self.basic_optimizer,
