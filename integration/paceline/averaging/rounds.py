@@ -242,7 +242,7 @@ class Islands:
         except RuntimeError as error:
             self._presence.find_again(asked + limit_s)
             raise _Again(f"lighthouse: {error}", time.monotonic() - asked + _PAUSE_S) from None
-        spent_s = _PAUSE_S * report.counts if is_patient else time.monotonic() - asked + _PAUSE_S
+        spent_s = _PAUSE_S * (report.counts or report.ends) if is_patient else time.monotonic() - asked + _PAUSE_S
         reports = [report_of(member) for member in quorum.participants]
         mine = [member.replica_id for member in quorum.participants].index(self._presence.id)
         if lacking := self._lacking(quorum.participants, reports, mine):

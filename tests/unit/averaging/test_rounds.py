@@ -170,5 +170,6 @@ def test_an_island_that_begins_at_its_end_waits_for_those_that_are_alive() -> No
         each.round(report(0, ends=True), [torch.ones(1)])
     assert [asked["grace_s"] for asked in lighthouse.asked] == [math.inf, math.inf, 1000.0]
     assert [asked["timeout_s"] > 86400 for asked in lighthouse.asked] == [True, True, False]
-    with pytest.raises(TimeoutError, match="1 of at least 2 islands are there"):
-        islands(Lighthouse(*[[]] * 9), min_islands=2, timeout_s=0.05).round(report(0, ends=True), [])
+    for counts in (True, False):
+        with pytest.raises(TimeoutError, match="1 of at least 2 islands are there"):
+            islands(Lighthouse(*[[]] * 9), min_islands=2, timeout_s=0.05).round(report(0, ends=True, counts=counts), [])
