@@ -26,7 +26,7 @@ from ..config.averaging_keys import HELD_OUT, AveragingConfig
 from ..state.rank_states import RankStates
 from .background_rounds import BackgroundRounds, Connection, Messages
 from .combining import LastModels, combining_fault, fit_weights
-from .islands import island_number
+from .islands import ISLAND, island_number
 from .masters_by_name import Masters, state_kinds
 from .outer_step import OuterStep
 from .period_loss import PeriodLoss
@@ -527,9 +527,22 @@ def make_averager(
     *,
     is_pretrained: bool,
 ) -> Averager | None:
-    """The :class:`Averager` of an engine, on all ranks or on none; None without a section."""
+    """The :class:`Averager` of an engine, on all ranks or on none; None without a section.
+
+    Raises:
+        ValueError: on every rank: as :class:`Averager`, or ranks take this for different islands.
+    """
     if section is None:
         return None
+    averager: Averager | None = None
     with control.together("beginning to average"):
-        return Averager(section, control, make_masters(), basic, is_pretrained=is_pretrained)
-    return None
+        averager = Averager(section, control, make_masters(), basic, is_pretrained=is_pretrained)
+    assert averager is not None
+    numbers = sorted(set(control.gather(averager.island)))
+    with control.together("beginning to average"):
+        if len(numbers) > 1:
+            raise ValueError(
+                f"ranks of this island have different numbers, {', '.join(map(str, numbers))}, and train on the shares "
+                f"of several islands: give all of them the same, on all nodes, with --island or {ISLAND}."
+            )
+    return averager

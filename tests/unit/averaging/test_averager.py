@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from paceline.averaging.averager import Averager, Weigh
+from paceline.averaging.averager import Averager, Weigh, make_averager
 from paceline.averaging.islands import ISLAND
 from paceline.averaging.rounds import Outcome
 from paceline.averaging.rules import Report, is_no_round
@@ -239,6 +240,29 @@ def test_an_island_that_comes_later_takes_what_the_others_have(loads: bool) -> N
     assert not job.others.reports[0].counts
     job.after_step(100, (3.0, 2.0, 100))
     assert job.others.reports[1].counts
+
+
+def test_ranks_that_take_this_for_different_islands_are_refused() -> None:
+    class Ranks(Alone):
+        def __init__(self, *others: int) -> None:
+            self.others = others
+
+        def together(self, doing: str) -> Any:
+            return nullcontext()
+
+        def gather(self, island: int) -> list[int]:
+            return [island, *self.others]
+
+    section = AveragingConfig(lighthouse="localhost:29510", islands=2)
+    basic = torch.optim.SGD([torch.nn.Parameter(torch.zeros(NUMEL))])
+
+    def make(*others: int) -> Any:
+        ranks: Any = Ranks(*others)
+        return make_averager(section, ranks, lambda: cast(Any, FakeMasters()), basic, is_pretrained=False)
+
+    assert make(0).island == 0
+    with pytest.raises(ValueError, match="ranks of this island have different numbers, 0, 1, and train on the shares"):
+        make(0, 1, 1)
 
 
 def test_training_goes_on_while_islands_average() -> None:
