@@ -200,7 +200,7 @@ class Averager:
                 break
             has_come_back = True
         every = self.section.every_tokens / len(self._parts)
-        if has_come_back or not self.tokens < self._next_tokens <= self.tokens + every:
+        if has_come_back or not 0 < self.tokens <= self._next_tokens <= self.tokens + every:
             self._next_tokens = self.tokens + every
         if self.is_first:
             logger.info(
@@ -383,6 +383,8 @@ class Averager:
             # It came to nothing; the others may have done it, and will be there again at the next.
             self.tokens_of_all += exchange.tokens
             self.num_islands = self.section.min_islands
+            if self._rounds.was_stopped:
+                self._next_tokens = self.tokens  # it is due still where all go on from checkpoints
         return False
 
     def _digested(self, exchange: Exchange, outcome: Outcome) -> Values:

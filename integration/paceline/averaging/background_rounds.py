@@ -71,6 +71,8 @@ class BackgroundRounds:
         self._messages, self._connect, self._stops = messages, connect, stops
         self._connection: Connection | None = None
         self._attempt: _Attempt | None = None
+        self.was_stopped = False
+        """The last round was not waited for, as some rank had been asked to stop. The same on all ranks."""
 
     def begin(self, report: Report, tensors: Tensors) -> None:
         """Begin a round. On the first rank only."""
@@ -97,9 +99,11 @@ class BackgroundRounds:
             RuntimeError: on every rank: anything else.
         """
         attempt, self._attempt = self._attempt, None
+        self.was_stopped = False
         with WATCH.pause("waiting for other islands"):
             while True:
-                if self._messages.sum(torch.tensor([int(self._stops())])).item():
+                self.was_stopped = bool(self._messages.sum(torch.tensor([int(self._stops())])).item())
+                if self.was_stopped:
                     if attempt is not None:
                         attempt.is_given_up = True
                         if is_last:

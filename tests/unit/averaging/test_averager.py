@@ -384,6 +384,25 @@ def test_an_island_that_was_stopped_at_its_end_takes_the_last_average() -> None:
     assert later.others.reports == []
 
 
+@pytest.mark.parametrize("overlap_steps", [0, 1])
+def test_a_round_that_a_stop_has_cut_short_comes_after_the_first_step_from_the_checkpoint(overlap_steps: int) -> None:
+    """The others have not been in it either, where all are stopped, and are at it as soon."""
+    stopped = Job(first_round="mean", overlap_steps=overlap_steps)
+    stopped.averager._rounds._stops = lambda: True
+    stopped.after_step(100, (3.0, 2.0, 100))
+    stopped.averager.settle()  # as a save does
+    job = Job(joins=False, first_round="mean", overlap_steps=overlap_steps)
+    job.averager.load_state_dict(stopped.averager.state_dict())
+    job.others.there = lambda own: [(Report(1, own.digest, 1.0, math.nan, 0, False, own.round, 90), 0.0)]
+    job.averager.join(1)
+    job.trains_to(1.0)
+    job.others.there = lambda own: [(Report(1, own.digest, own.checksum, 2.0, 120, True, own.round, 120), 3.0)]
+    job.averager.after_step(2, 2.0, 20)
+    job.averager.settle()
+    assert (job.value, job.averager.round) == (2.0, 1)
+    assert (job.others.reports[-1].trained, job.others.reports[-1].period) == (120, 1.0)
+
+
 def test_parts_are_averaged_in_turn() -> None:
     job = Job(params=2, parts=2, first_round="mean")
     job.trains_to(1.0)
