@@ -193,7 +193,7 @@ def train(
     result = trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{directory}/final")
     predicted = trainer.predict(rows(5, seed=3))
-    if config is not None and trainer.pipeline.num_stages > 1:
+    if config is not None and (trainer.pipeline.num_stages > 1 or "expert_parallel" in config):
         for call in (trainer.model.generate, trainer.model.save_pretrained):
             with pytest.raises(
                 ValueError, match=r"model\.\w+ was called and the model is one stage .* trainer.save_model"
@@ -446,6 +446,17 @@ def test_replicas_share_the_data_as_data_parallel_processes_do(tmp_path: Path) -
         assert_same({**rank, "logs": rank["logs"][1:] if "eval_loss" in rank["logs"][0] else rank["logs"]}, wanted[0])
         assert 0.9 < rank["first"]["eval_loss"] / wanted[0]["logs"][0]["loss"] < 1.1
     assert_same_weights(ours / "final", theirs / "final")
+
+
+def test_a_share_of_the_experts_is_no_whole_model(tmp_path: Path) -> None:
+    """One stage has all layers, and not all experts where ranks share them; the whole model's are counted."""
+    from transformers import AutoModelForCausalLM
+
+    config = {**pipeline(1), "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    found = run_ranks(train, 2, str(tmp_path), config, family="mixtral", changes={"max_steps": 1})
+    model = AutoModelForCausalLM.from_config(model_config("mixtral"))
+    flos = 6 * 2 * 4 * BATCH * LENGTH * model.num_parameters(exclude_embeddings=True)  # as Trainer counts them
+    assert [rank["logs"][-1]["total_flos"] for rank in found] == [flos, flos]
 
 
 def test_loaders_of_ones_own(tmp_path: Path) -> None:

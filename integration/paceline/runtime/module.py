@@ -33,7 +33,7 @@ from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_
 from ..hf.quantised import check_trainable
 from ..hf.router import router_loss_of
 from ..hf.sliced_head import WHOLE_HEAD, Rows, check_head, rows_of
-from ..hf.stage import CausalLMStage, Cut, prune, recompute_layers, recomputed_layers, tied_weight
+from ..hf.stage import CUT, CausalLMStage, Cut, prune, recompute_layers, recomputed_layers, tied_weight
 from ..hf.weights import is_pretrained, load_stage, skeleton
 from ..measure.profile_file import Profile
 from ..measure.tokens import tokens_of_sample
@@ -463,6 +463,7 @@ class CausalLMPipeline(PipelineModule):
         """Keep this rank's share of the experts in a part of the model; the layers that have some, by name."""
         if self.expert_parallel == 1:
             return {}
+        setattr(part, CUT, True)  # if it is all of the layers, too
         return take_share(part, self._grid.get_data_parallel_rank() % self.expert_parallel, self.expert_parallel)
 
     def _own_copy(self, source: ModelSource, *, is_last: bool) -> ModelSource:

@@ -39,7 +39,7 @@ from ..config.section import value_at
 from ..data.packing import require_packable
 from ..hf.check import require_language_model, require_supported
 from ..hf.peft import config_of_adapters, unwrapped
-from ..hf.stage import is_called_as_stage, require_whole
+from ..hf.stage import CUT, is_called_as_stage, require_whole
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import apply, warn_of_changes
 from ..patches.repairs import repair_deepspeed
@@ -195,7 +195,7 @@ class PipelineTraining(_Trainer):
         grid = self.pipeline._grid
         group = grid.get_data_parallel_group()
         self._shares = ReplicaShares(grid.data_parallel_size, grid.data_parallel_id, group)
-        if resolved.stages > 1:
+        if getattr(whole, CUT, False):
             for part in (model, whole):
                 part.generate, part.save_pretrained = _WholeModelOnly("generate"), _WholeModelOnly("save_pretrained")
                 part.num_parameters = counted
