@@ -274,6 +274,8 @@ class CausalLMRunner(StageRunner):
         """All that the last stage has loaded of a micro-batch, on its device."""
         batch = self._book.loaded[number]
         inputs = {"input_ids": batch.input_ids, **batch.side}
+        if batch.has_full_mask:
+            inputs["attention_mask"] = torch.ones_like(batch.input_ids)
         return {**{name: self._moved(value) for name, value in inputs.items()}, "labels": labels}
 
     def backward(self, live: Live, number: int, completes: Completes = Completes.NOTHING) -> None:

@@ -28,12 +28,17 @@ class MicroBatchShape:
 
 @dataclass
 class MicroBatch:
-    """One micro-batch on the first or last stage, on the CPU: ``[B, S]`` int64 each."""
+    """One micro-batch on the first or last stage, on the CPU: ``[B, S]`` int64 each.
+
+    Args:
+        has_full_mask: it came with a mask that masks nothing, which ``side`` leaves out.
+    """
 
     input_ids: Tensor
     labels: Tensor
     side: dict[str, Tensor]
     is_filler: bool = False
+    has_full_mask: bool = False
 
     @property
     def row(self) -> list[int]:
@@ -137,9 +142,10 @@ def read_micro_batch(batch: object) -> MicroBatch:
     if 0 in shape:
         raise ValueError(f"'input_ids' has shape {list(shape)}: leave out micro-batches without a token.")
     side = {name: tensors[name] for name in SIDE_INPUTS if name in tensors}
-    if set(side) == {"attention_mask"} and bool(side["attention_mask"].all()):
+    has_full_mask = set(side) == {"attention_mask"} and bool(side["attention_mask"].all())
+    if has_full_mask:
         side = {}  # nothing is padded: the mask says no more than its absence, and need not travel
-    return MicroBatch(tensors["input_ids"], tensors["labels"], side)
+    return MicroBatch(tensors["input_ids"], tensors["labels"], side, has_full_mask=has_full_mask)
 
 
 def recut(loaded: Sequence[MicroBatch], size: int, count: int) -> list[MicroBatch]:
@@ -168,10 +174,12 @@ def recut(loaded: Sequence[MicroBatch], size: int, count: int) -> list[MicroBatc
         for name in SIDE_INPUTS
         if name in names
     }
+    has_full_mask = not side and any(batch.has_full_mask for batch in loaded)
     found = []
     for index in range(count):
         part = slice(index * size, (index + 1) * size)
-        found.append(MicroBatch(ids[part], labels[part], {name: tensor[part] for name, tensor in side.items()}))
+        own = {name: tensor[part] for name, tensor in side.items()}
+        found.append(MicroBatch(ids[part], labels[part], own, has_full_mask=has_full_mask))
     return found
 
 

@@ -129,6 +129,7 @@ def test_a_mask_of_ones_is_no_mask() -> None:
     ids = torch.arange(6).reshape(2, 3)
     read = read_micro_batch({"input_ids": ids, "labels": ids, "attention_mask": ones(2, 3)})
     assert read.side == {}
+    assert [one.has_full_mask for one in (read, *recut([read], 1, 2))] == [True] * 3, "a loss of one's own may want it"
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
