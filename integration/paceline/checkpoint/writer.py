@@ -53,7 +53,7 @@ class CheckpointWriter:
         self._error: CheckpointError | None = None
         self._forgotten = 0
         self._taken: Any = None
-        atexit.register(self._join)  # or the interpreter ends under the thread
+        atexit.register(self._at_exit)  # or the interpreter ends under the thread
 
     def save(
         self,
@@ -186,9 +186,11 @@ class CheckpointWriter:
                 "another user's; choose a folder that all ranks can write to."
             )
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+    def _at_exit(self) -> None:
+        try:
+            self.wait()
+        except CheckpointError as error:  # nobody has asked
+            logger.error("%s", error)
 
     def _write(
         self, save: Save, state: bytes, meta: bytes, files: Callable[[Path], None] | None, keep: int | None

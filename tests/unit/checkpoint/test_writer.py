@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -274,6 +275,23 @@ def test_a_failing_callback_is_told_on_all(tmp_path: Path, world_size: int) -> N
             "There is no complete checkpoint yet"
         )
     assert [path.suffix for path in tmp_path.iterdir()] == [".failed"]
+
+
+ENDS_AT_ONCE = """
+import sys
+from paceline.checkpoint import CheckpointWriter
+
+def files(draft):
+    raise RuntimeError("no tokenizer")
+
+CheckpointWriter(rank=0, world_size=1, run="one").save(sys.argv[1], "last", [], files=files)
+"""
+
+
+def test_a_last_save_that_nobody_waits_for_is_told_of_as_the_script_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"{tmp_path}/last was not saved: rank 0: RuntimeError: no tokenizer" in done.stderr
 
 
 def test_rank_0_may_publish_before_a_rank_has_synced_that_it_is_done(
