@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.config import without_effect
 from support.jobs import ds_config, model_config, step_batches
 from support.ranks import RankError, run_ranks
 
@@ -68,6 +69,7 @@ def test_forwards_run_hooks_of_deepspeed_only_if_asked() -> None:
     ((number, text),) = run_ranks(hooks, 1, memory_breakdown=True)
     assert number == 2
     assert "Engine before forward" in text
+    assert without_effect({"memory_breakdown": True}) == []  # it is not said to do nothing
 
 
 @pytest.mark.parametrize("asked", [{"wall_clock_breakdown": True}, {"flops_profiler": {"enabled": True}}])

@@ -150,7 +150,8 @@ EFFECTS: dict[str, Effect] = {
     **_warned("it is for offload to NVMe, which pipelines have not", "aio"),
     **_warned("ranks that own no part of a parameter get it by broadcast", "disable_allgather"),
     # Reports.
-    **_honoured("steps_per_print", "wall_clock_breakdown", "dump_state", "log_level", "disable_python_gc"),
+    **_honoured("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level"),
+    **_honoured("disable_python_gc"),
     **_honoured("tensorboard", "wandb", "comet", "csv_monitor"),
     **_honoured("flops_profiler", "flops_profiler.enabled", "flops_profiler.profile_step"),
     **_honoured("flops_profiler.module_depth", "flops_profiler.top_modules", "flops_profiler.detailed"),
@@ -160,7 +161,6 @@ EFFECTS: dict[str, Effect] = {
         "pipelines send with torch.distributed; metrics.jsonl has the time, and report.trace_every draws every message",
         "comms_logger",
     ),
-    **_warned("summary.json has each rank's peak of memory", "memory_breakdown"),
     **_warned("metrics.jsonl has tokens_per_s", "timers"),
     **_warned('"paceline plan" searches for a configuration', "autotuning"),
     # What DeepSpeed's other engine does with data, files and the model.
