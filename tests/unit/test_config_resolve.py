@@ -168,6 +168,16 @@ def test_boundaries_tell_the_stages():
         ),
         ({"pipeline": 4}, "pipeline is 4: it must be an object; write {} or leave it out."),
         (
+            {"pipeline": {"activation_checkpoint_interval": "1"}},
+            'pipeline.activation_checkpoint_interval is "1": it must be a whole number, at least 0; leave it out to '
+            "recompute nothing.",
+        ),
+        ({"steps_per_print": 0}, "steps_per_print is 0: it must be a number, at least 1; leave it out for none."),
+        (
+            {"steps_per_print": "10"},
+            'steps_per_print is "10": it must be a number, at least 1; leave it out for none.',
+        ),
+        (
             stages(2, partition=[0, 3, 6, 14]),
             "paceline.pipeline.partition is [0, 3, 6, 14]: 2 stages need 3 boundaries, it has 4; correct it, or leave "
             "out one of stages and partition.",

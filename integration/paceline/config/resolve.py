@@ -150,9 +150,25 @@ def check_features(config: Mapping[str, Any], section: PacelineConfig, expert_pa
     zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
     if not isinstance(zero_stage, int) or not 0 <= zero_stage <= 3:
         raise ValueError(f"{ZERO_STAGE} is {show(zero_stage)}: it must be 0, 1, 2 or 3; write one of them.")
+    _check_numbers(config)
     method, _ = resolve_method(section, config)
     resolve_partition(section, method, default=None)
     check_exclusions(Features(config, section, expert_parallel=expert_parallel))
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for values that DeepSpeed takes as they are, and a pipeline computes with.
+
+    ``"auto"`` is filled, or refused, elsewhere.
+    """
+    every, interval = config.get("steps_per_print"), value_at(config, "pipeline.activation_checkpoint_interval")
+    if every not in (None, "auto") and (isinstance(every, bool) or not isinstance(every, int | float) or every < 1):
+        raise ValueError(f"steps_per_print is {show(every)}: it must be a number, at least 1; leave it out for none.")
+    if interval not in (None, "auto") and (not isinstance(interval, int) or interval < 0):
+        raise ValueError(
+            f"pipeline.activation_checkpoint_interval is {show(interval)}: it must be a whole number, at least 0; "
+            "leave it out to recompute nothing."
+        )
 
 
 def check_written(config: Mapping[str, Any], section: PacelineConfig, *, is_pipeline: bool) -> None:

@@ -71,5 +71,5 @@ def make_optimizer(
         if "betas" in arguments:
             arguments["betas"] = tuple(arguments["betas"])
         return cls(params, **arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:  # the last: too few betas
         raise ValueError(f"optimizer {name} with params {dict(options)}: {error}; correct optimizer.params.") from error

@@ -11,7 +11,10 @@ from torch import nn
 from paceline.optim.torch_optimizers import make_optimizer
 
 
-@pytest.mark.parametrize(("name", "options"), [("AdamW", {"betas": 0.9}), ("SGD", {"rho": 1}), ("Adam", {"eps": -1})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("AdamW", {"betas": 0.9}), ("AdamW", {"betas": [0.9]}), ("SGD", {"rho": 1}), ("Adam", {"eps": -1})],
+)
 def test_options_that_do_not_fit_are_named_with_the_remedy(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"optimizer {name} with params .*; correct optimizer\.params"):
         make_optimizer(name, [nn.Parameter(torch.zeros(1))], options, torch.device("cpu"))
