@@ -42,6 +42,9 @@ VERDICT_MARGIN_S = 60.0
 """Others wait longer than rank 0 by so much, so that they hear its verdict rather than give up themselves."""
 VERDICT_DELAY_S = 5.0
 
+UNDER_WAY: set[tuple[str, int]] = set()
+"""Run and number of the saves that this process, as rank 0, is writing: it may have several engines."""
+
 
 @dataclass(frozen=True)
 class Save:
@@ -170,11 +173,11 @@ def publish(save: Save, meta: bytes, files: Callable[[Path], None] | None, keep:
 
 
 def remove_leftovers(save: Save) -> None:
-    """Delete drafts and verdicts of other runs, and of this run's earlier saves."""
+    """Delete drafts and verdicts of other runs, unless they are under way here, and of this run's earlier saves."""
     save.root.mkdir(parents=True, exist_ok=True)
     for path in save.root.iterdir():
         parts = draft_parts(path.name)
-        if parts is None or parts == (save.run, save.number):
+        if parts is None or parts == (save.run, save.number) or parts in UNDER_WAY:
             continue
         # The verdict before this save may not have been read yet; the one before that is not needed any more.
         if path.suffix == ".failed" and parts == (save.run, save.number - 1):

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..measure.device_of_thread import on_this_device
 from .format import CheckpointError, Piece, check_tag, pack, rank_file, write_file
-from .publish import Save, discard, publish, refuse, remove_leftovers, reported, wait_until_published
+from .publish import UNDER_WAY, Save, discard, publish, refuse, remove_leftovers, reported, wait_until_published
 from .reader import latest_checkpoint
 from .snapshot import Snapshot
 
@@ -126,6 +126,8 @@ class CheckpointWriter:
         """The second half: begin to write what was taken. If one rank could not take it, none may start."""
         (root, tag, *arguments), self._taken = self._taken, None  # or it would keep the job of ``files`` until the exit
         save = self._next(root, tag)
+        if self.rank == 0:
+            UNDER_WAY.add((save.run, save.number))
         self._thread = threading.Thread(
             target=on_this_device(self._write), args=(save, *arguments), name="paceline-checkpoint", daemon=True
         )
@@ -209,6 +211,8 @@ class CheckpointWriter:
             self._error = CheckpointError(f"{save.target} was not saved: {cause}{self._last_complete(save)}")
             self._error.__cause__ = error
             logger.debug("saving %s failed", save.target, exc_info=True)
+        finally:
+            UNDER_WAY.discard((save.run, save.number))
 
     def _tell(self, save: Save, cause: str) -> None:
         """Spare the other ranks their time limit."""

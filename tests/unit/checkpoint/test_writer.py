@@ -277,6 +277,24 @@ def test_a_failing_callback_is_told_on_all(tmp_path: Path, world_size: int) -> N
     assert [path.suffix for path in tmp_path.iterdir()] == [".failed"]
 
 
+def test_two_jobs_of_a_process_save_into_a_folder_at_once(tmp_path: Path) -> None:
+    """The second to begin finds the first one's draft, which is none that a killed run has left."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def files(draft: Path) -> None:
+        has_begun.set()
+        assert may_end.wait(PATIENCE_S)
+
+    first, second = (CheckpointWriter(rank=0, world_size=1, run=new_run()) for _ in range(2))
+    first.save(tmp_path, "one", filled(1.0, 1)[0], files=files)
+    assert has_begun.wait(PATIENCE_S)
+    second.save(tmp_path, "two", filled(2.0, 1)[0], wait=True)
+    may_end.set()
+    first.wait()
+    assert complete_checkpoints(tmp_path) == [tmp_path / "two", tmp_path / "one"]
+    assert hidden(tmp_path) == []
+
+
 ENDS_AT_ONCE = """
 import sys
 from paceline.checkpoint import CheckpointWriter
