@@ -25,7 +25,7 @@ from paceline.hf.check import Family, compared_here, families
 from paceline.hf.family_configs import NUM_LAYERS, causal_lm_configs, tiny_configs
 from paceline.hf.parity import ROUNDING, Parity, check_split, cuts
 from paceline.hf.quiet_transformers import quiet
-from paceline.hf.stage import Cut
+from paceline.hf.stage import Cut, recompute_layers, recomputed_layers
 from paceline.hf.weights import causal_config, load_stage
 from support.family_table import BEGIN, END, measure, to_json, to_markdown
 from support.family_table import README as SECTION
@@ -183,6 +183,15 @@ def test_samples_of_a_packed_row_stay_apart_in_every_stage(model_type: str) -> N
         for cut in cuts(NUM_LAYERS, 1, 3):
             stream, _ = load_stage(None, config, cut).eval()(stream, {"position_ids": positions})
     assert torch.equal(stream, wanted.logits)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "nemotron_h"])
+def test_stage_without_layers_recomputes_none(model_type: str) -> None:
+    """Also where nothing but the layers has transformers' flag for it."""
+    with quiet():
+        stage = load_stage(None, tiny_configs(INSTALLED[model_type])[0], Cut(0, 0, True, False))
+    recompute_layers(stage.model, stage.anatomy)
+    assert recomputed_layers(stage.model, stage.anatomy) == []
 
 
 # Random weights.

@@ -166,6 +166,12 @@ def recompute_layers(model: PreTrainedModel, anatomy: Anatomy | None = None, lay
         anatomy: of the model; None: all layers are recomputed.
         layers: by index, those that are; others keep their activations.
     """
+    if (
+        anatomy is not None
+        and model.supports_gradient_checkpointing
+        and not any(hasattr(part, "gradient_checkpointing") for part in model.modules())
+    ):
+        return  # the stage has no layers; transformers would say that the model cannot recompute
     # The second name is that of transformers before 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
