@@ -17,13 +17,13 @@ from transformers import PretrainedConfig
 from ..planning.memory import ItemMemory
 from ..planning.recomputation import recomputed
 from .anatomy import Anatomy, anatomy_of
+from .cross_entropy import working_bytes
 from .layer_blocks import blocks_of
 from .once import once_a_config
 from .quiet_transformers import quiet
 from .stage import CausalLMStage, Cut, prune
 from .weights import causal_config, skeleton
 
-FLOAT_BYTES = 4
 _MOST = {"micro_batch_size": 2**20, "sequence_length": 2**24}
 """Largest size; beyond, the sizes of tensors overflow."""
 
@@ -102,7 +102,7 @@ def _counted(
             ItemMemory(block.name, parameters, saved, _bytes(stream), is_second=bool(index % anatomy.blocks_per_layer))
         )
     parameters, saved, logits = _run(config, half_layers, Cut(count, count, False, True), dtype, stream)
-    working = _bytes(logits) + FLOAT_BYTES * logits.numel()
+    working = working_bytes(model.loss_function, logits)
     items.append(ItemMemory("head", parameters, saved, 0, working))
     return tuple(recomputed(items) if gradient_checkpointing else items)
 

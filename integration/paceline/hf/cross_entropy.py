@@ -26,6 +26,15 @@ def takes_pieces(loss_function: Any, logits: Tensor) -> bool:
     return loss_function is ForCausalLMLoss and 4 * logits.numel() > PIECE_BYTES
 
 
+def working_bytes(loss_function: Any, logits: Tensor) -> int:
+    """Bytes that the backward of the loss of logits ``[B, S, V]`` takes at a time, beside what the forward keeps for
+    it: gradients of the logarithms and of the logits, in float32. In pieces these and the logarithms of one, and
+    the gradient of all logits."""
+    if not takes_pieces(loss_function, logits):
+        return 2 * 4 * logits.numel()
+    return 3 * PIECE_BYTES + logits.numel() * logits.element_size()
+
+
 def cross_entropy_in_pieces(logits: Tensor, labels: Tensor, num_items: Tensor | float | None) -> Tensor:
     """``ForCausalLMLoss``: next-token cross entropy over its label tokens, divided by ``num_items`` (None: by theirs).
 

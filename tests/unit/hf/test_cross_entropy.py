@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.hf import cross_entropy
+from paceline.hf.activations import SavedStorages
 from paceline.hf.stage import CausalLMStage, Cut
 
 B, S, V = 2, 37, 129
@@ -73,3 +77,26 @@ def test_a_loss_of_a_models_own_is_left_alone(stage: CausalLMStage) -> None:
     assert cross_entropy.takes_pieces(stage.model.loss_function, logits)
     assert not cross_entropy.takes_pieces(stage.model.loss_function, logits[:, :8])
     assert not cross_entropy.takes_pieces(lambda **kwargs: 0, logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [16, B * S])
+def test_the_memory_that_a_loss_takes_is_counted(
+    stage: CausalLMStage, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    vocabulary = 4096
+    monkeypatch.setattr(cross_entropy, "PIECE_BYTES", 4 * vocabulary * rows)
+    hidden = torch.randn(B, S, vocabulary, dtype=dtype, requires_grad=True)
+    labels = torch.zeros(B, S, dtype=torch.int64)
+    counter = SavedStorages(stage)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        logits = hidden.clone()  # which nobody keeps, as in a pipeline
+        counted = cross_entropy.working_bytes(stage.model.loss_function, logits)
+        with counter.hooks:
+            loss = stage.loss(logits, labels, None, 7)
+        del logits
+        loss.backward()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    taken = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    assert max(accumulate(num_bytes for _, num_bytes in taken)) == pytest.approx(counter.num_bytes + counted, rel=0.03)
