@@ -39,6 +39,7 @@ _FAILING_GRACE_S = 15.0
 _ANSWER_S = 5.0
 _SHARED_S = 2.0  # that the others leave to rank 0 to say what all know
 _PHASE = "paceline_phase"  # on an exception: the phase that it was raised in
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 _IN_ORDER = "it ended in order, and others wait for it"
 
 
@@ -237,7 +238,8 @@ class Watch:
             server, token = _server(host), secrets.token_hex(16)
             self._hub = Hub(server, token, self._world_size, self._limits)
             store.set(key, f"{server.getsockname()[1]} {token}")
-            host = "127.0.0.1"
+        if self.rank == 0 or host in _THIS_MACHINE:  # rank 0 listens at the first of them then
+            host = _THIS_MACHINE[0]
         port, token = store.get(key).decode().split()
         try:
             lines = Lines(socket.create_connection((host, int(port)), timeout=_CONNECT_S))
@@ -348,8 +350,8 @@ def describe(error: BaseException) -> str:
 
 
 def _server(host: str) -> socket.socket:
-    if host in ("127.0.0.1", "localhost", "::1"):
-        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+    if host in _THIS_MACHINE:
+        return socket.create_server((_THIS_MACHINE[0], 0), backlog=1024)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", 0), backlog=1024)

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+import torch.distributed as dist
 
 from paceline.supervise import watch as watch_module
 from paceline.supervise.first_cause import DEVICE, EVERYONE, Doing, Limits, Member, is_paused, judge, may_follow
@@ -219,6 +220,30 @@ def test_a_connection_that_is_lost_with_rank_0_is_no_failure_of_this_rank(monkey
         thread.join()
     assert (cause.rank, cause.speaker) == (0, 1)
     assert cause.text.startswith("rank 0 is gone (its process ended without a word)")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_rank_of_this_machine_reaches_rank_0(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setenv("MASTER_ADDR", host)
+    ranks = [Watch(), Watch()]
+    for number, watch in enumerate(ranks):
+        watch.rank, watch._world_size = number, 2
+    first, second = (watch._connect() for watch in ranks)
+    assert ranks[0]._hub is not None
+    try:
+        assert first is not None
+        assert second is not None
+        for lines in (first, second):
+            lines.connection.settimeout(PATIENCE_S)
+            while (heard := lines.read()) == []:
+                pass
+            assert heard is not None
+    finally:
+        ranks[0]._hub.close()
+        for lines in filter(None, (first, second)):
+            lines.close()
 
 
 def test_a_long_phase_does_not_excuse_a_silent_rank_0() -> None:
