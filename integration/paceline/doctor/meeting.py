@@ -64,9 +64,13 @@ class Place:
             raise Unmet("launcher", f"{shown}: they make no job, {wrong}", remedy)
         if size == "1":
             return None
-        local = int(variables.get("LOCAL_RANK", "0"))
+        local = variables.get("LOCAL_RANK") or "0"
         ranks_on_host = variables.get("LOCAL_WORLD_SIZE") or variables.get("LOCAL_SIZE") or size
-        return Place(int(rank), int(size), local, int(ranks_on_host), host, int(port))
+        if not (local.isdecimal() and ranks_on_host.isdecimal() and int(local) < int(ranks_on_host)):
+            text = f"LOCAL_RANK is {local!r} of {ranks_on_host!r} ranks on this host (LOCAL_WORLD_SIZE or LOCAL_SIZE)"
+            remedy = "start the job with `deepspeed` or torchrun, or set LOCAL_RANK to a whole number below theirs"
+            raise Unmet("launcher", text, remedy)
+        return Place(int(rank), int(size), int(local), int(ranks_on_host), host, int(port))
 
 
 def _wrong(rank: str, size: str, host: str, port: str) -> str:
