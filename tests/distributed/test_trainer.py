@@ -384,6 +384,49 @@ def test_a_compute_loss_that_needs_the_whole_model_is_told() -> None:
             model(**{**batch, **changes})
 
 
+def test_logs_of_a_compute_loss_on_the_last_stage(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0, whose logs trackers get, does not have them; one warning says so. They are no report of a step."""
+    from paceline.runtime.trainer import PipelineTraining
+    from paceline.runtime.trainer_loss import TrainersLoss
+
+    logged: list[dict[str, float]] = []
+
+    class Base:
+        accelerator, is_in_train = SimpleNamespace(), True
+        model_accepts_loss_kwargs, compute_loss_func = True, None
+
+        def log(self, logs: dict[str, float]) -> None:
+            logged.append(logs)
+
+    class Kind(PipelineTraining, Base):  # type: ignore[misc]
+        is_pipeline, run_log = True, None
+        _resolved: Any = SimpleNamespace(stages=2)
+
+    class NoReport:
+        def report(self, *_: object) -> None:
+            raise AssertionError("a report is made by all ranks together")
+
+    trainer: Any = object.__new__(Kind)
+    trainer.run_log = NoReport()
+
+    def compute(*_: object, **__: object) -> torch.Tensor:
+        trainer.log({"loss": 2.0})
+        return torch.zeros(())
+
+    stage: Any = SimpleNamespace(model=SimpleNamespace(config=None), training=True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    own = TrainersLoss(trainer, compute, 1)
+    for _ in range(2):
+        own(stage, torch.zeros(1, 2, 3), {}, None, num_items=1, router_share=0.0, num_micro_batches=1)
+    assert logged == [{"loss": 2.0}] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "compute_loss logs loss on rank 1, which has the last stage, and trackers and trainer_state.json get "
+        "what rank 0 logs: print it, or write it to a file of your own."
+    ]
+
+
 def items_told(kind: type, num_micro_batches: int | None) -> int | None:
     """``num_items_in_batch`` of a batch with seven, as a ``compute_loss_func`` of such a trainer gets it."""
     from paceline.runtime.trainer_loss import TrainersLoss

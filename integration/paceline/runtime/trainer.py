@@ -57,7 +57,7 @@ from .replica_shares import ReplicaShares
 from .run_log import RunLog
 from .startup import plan_for
 from .trainer_batches import EvaluatedAhead, Seeing, StepsOfEpoch, without_extras
-from .trainer_loss import averages_alone, trainers_loss
+from .trainer_loss import averages_alone, is_computing, trainers_loss
 from .trainer_preemption import take_over, watched
 from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
 from .trainers_checkpoints import checked, naming_the_one_before, newest_complete, refuse_pipelines, with_training
@@ -102,6 +102,7 @@ class PipelineTraining(_Trainer):
     preprocess_logits_for_metrics: Any
     _built_of: Any = None
     _resolved: RunPlan
+    _has_warned_of_logs = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         repair_deepspeed()
@@ -487,8 +488,16 @@ class PipelineTraining(_Trainer):
         return self.is_pipeline and is_own and self._engine.asynchronous is not None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        of_loss = self.is_pipeline and is_computing(self)
+        if of_loss and self._resolved.stages > 1 and dist.get_rank() > 0 and not self._has_warned_of_logs:
+            self._has_warned_of_logs = True
+            logger.warning(
+                "compute_loss logs %s on rank %d, which has the last stage, and trackers and trainer_state.json get "
+                "what rank 0 logs: print it, or write it to a file of your own.",
+                *(", ".join(logs), dist.get_rank()),
+            )
         super().log(logs, *args, **kwargs)
-        if self.run_log is None or not self.is_in_train:
+        if of_loss or self.run_log is None or not self.is_in_train:
             return
         step, epoch = self.state.global_step, self.state.epoch
         if "loss" in logs:

@@ -107,6 +107,12 @@ def trainers_loss(trainer: Trainer, num_replicas: int) -> TrainersLoss | None:
     return None
 
 
+def is_computing(trainer: Trainer) -> bool:
+    """Whether the Trainer's own loss of a micro-batch is under way: on the last stage, and not on every rank."""
+    accelerator: object = trainer.accelerator
+    return isinstance(accelerator, _Processes)
+
+
 class _LastStage(nn.Module):
     """In place of the model, for one micro-batch: called with its inputs it has the logits, and the model's loss."""
 
