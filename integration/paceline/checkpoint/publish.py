@@ -89,7 +89,7 @@ def reported(save: Save, error: Exception) -> str:
         return str(error)
     # What this rank has just written is gone: rank 0 is deleting the draft, and about to say why.
     is_deleted = isinstance(error, OSError) and (isinstance(error, FileNotFoundError) or not save.draft.exists())
-    if save.rank and is_deleted:
+    if save.rank and is_deleted and not isinstance(error, NotADirectoryError):  # there can be no word of rank 0 then
         for _ in _moments(VERDICT_DELAY_S):
             with contextlib.suppress(FileNotFoundError):
                 return save.verdict.read_text()

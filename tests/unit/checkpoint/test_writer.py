@@ -446,6 +446,12 @@ def test_a_rank_that_may_not_write_says_so_before_others_wait_for_it(small_disk:
         writer.take(small_disk / "run" / "deep", "checkpoint-1", filled(1.0)[1])
 
 
+def test_a_file_in_the_place_of_the_folder_is_named_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for rank, error in enumerate(Ranks(2).save(tmp_path / "file" / "run", "checkpoint-1", filled(1.0))):
+        assert f"checkpoint-1 was not saved: rank {rank}: {tmp_path}/file/run" in str(error)
+
+
 def test_a_file_that_vanishes_while_rank_0_deletes_the_draft_is_no_cause(tmp_path: Path) -> None:
     """The folder is still there then: what rank 0 is about to say is the cause."""
     save = Save(tmp_path, "checkpoint-2", new_run(), 1, rank=2, world_size=3, time_limit_s=60.0)
