@@ -66,9 +66,9 @@ class Place:
             return None
         local = variables.get("LOCAL_RANK") or "0"
         ranks_on_host = variables.get("LOCAL_WORLD_SIZE") or variables.get("LOCAL_SIZE") or size
-        if not (local.isdecimal() and ranks_on_host.isdecimal() and int(local) < int(ranks_on_host)):
+        if not (local.isdecimal() and ranks_on_host.isdecimal()):
             text = f"LOCAL_RANK is {local!r} of {ranks_on_host!r} ranks on this host (LOCAL_WORLD_SIZE or LOCAL_SIZE)"
-            remedy = "start the job with `deepspeed` or torchrun, or set LOCAL_RANK to a whole number below theirs"
+            remedy = "start the job with `deepspeed` or torchrun, or make both whole numbers"
             raise Unmet("launcher", text, remedy)
         return Place(int(rank), int(size), int(local), int(ranks_on_host), host, int(port))
 
