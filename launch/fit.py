@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     from paceline.hf.activations import count_items
     from paceline.hf.check import require_halves
     from paceline.hf.sources import model_config_at
+    from paceline.hf.weights import skeleton
+    from paceline.moe.hf_experts import check_experts
     from paceline.planning.memory import States, with_head_slices
     from paceline.planning.recomputation import counts_of_layers, recomputed
     from paceline.planning.shared_devices import whole_schedule
@@ -82,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         require_halves(config)
     if resolved.head_slices > 1:
         check_slices(config, resolved.head_slices)
+    if resolved.expert_parallel > 1:
+        check_experts(skeleton(config), resolved.expert_parallel)
     checkpointing = args.gradient_checkpointing or _checkpoints(resolved.ds_config)
     states = States.from_config(resolved.ds_config, resolved.data_parallel)
     length = tokens_of_sample(args.seq_length, config)

@@ -199,6 +199,15 @@ def test_each_rank_holds_its_share_of_the_experts(fit: Any, model: str) -> None:
             assert row[name] - own[name] == size * elsewhere // 2, "one expert of each layer"
 
 
+def test_experts_that_cannot_be_shared_are_refused_as_by_a_run(fit: Any, model: str) -> None:
+    config, argv = ds(2, expert_parallel={"enabled": True, "autoep_size": 4}), ("--world-size", "8")
+    _, err = fit(config, *argv, status=2)
+    assert "autoep_size is 4: LlamaForCausalLM (model type 'llama') has no experts" in err
+    Qwen3MoeConfig(**SIZES, moe_intermediate_size=32, num_experts=2, num_experts_per_tok=1).save_pretrained(model)
+    _, err = fit(config, *argv, status=2)
+    assert "it must not exceed the number of experts, and model.layers.0.mlp.experts has 2" in err
+
+
 def test_the_fewest_stages_are_those_of_a_run(fit: Any, model: str) -> None:
     """Each rank counts its own experts only."""
     experts = {"moe_intermediate_size": 512, "num_experts": 8, "num_experts_per_tok": 2}
