@@ -28,7 +28,9 @@ CASES: dict[str, Any] = {
     "lengths of gpt2, recomputed": on(2, 2, kind="ragged", **RECOMPUTED_GPT2),
     "interleaved": on(2, 2, schedule="interleaved"),
     "split backwards": on(2, 2, schedule="zbv", kind="ragged"),
-    "split backwards of gpt2 in bf16": on(2, 2, schedule="zbh1", zero=1, family="gpt2", more=BF16),
+    "split backwards of halves of gpt2 in bf16, recomputed": on(
+        2, 2, schedule="zbh1", kind="ragged", zero=1, more=BF16, partition=CUT, half_layers=True, **RECOMPUTED_GPT2
+    ),
     "halves of gpt2, recomputed": on(2, 2, partition=CUT, half_layers=True, **RECOMPUTED_GPT2),
     EXPERTS: on(2, 1, family="mixtral", more={"expert_parallel": SPREAD}),
     SPLIT_EXPERTS: on(2, 1, family="mixtral", more={"expert_parallel": SPREAD}, schedule="zbh1"),
