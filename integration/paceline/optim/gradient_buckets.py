@@ -113,7 +113,8 @@ class GradientBuckets:
     def collect(self, index: int, parameter: nn.Parameter) -> None:
         """Take in a parameter's gradient of one micro-batch, which autograd has finished."""
         buffers, gradient = self._buffers_of[index], parameter.grad
-        assert gradient is not None
+        if gradient is None:  # autograd calls also where a compiled layer has none for a parameter of its own
+            return
         assert not buffers.is_reduced, f"{self._layout.names[index]}: a gradient after the reduction"
         if buffers.is_lent:
             if self._scale_is_dynamic and buffers.num_lent:

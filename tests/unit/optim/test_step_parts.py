@@ -107,6 +107,29 @@ def made(**options: Any) -> tuple[ThreeLayers, GradientBuckets, list[Any], Booke
 X = torch.arange(4.0)
 
 
+class WithoutGradient(torch.autograd.Function):
+    """The product with a weight that gets no gradient, as in a compiled layer that does not depend on it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def test_parameter_that_autograd_has_no_gradient_for_is_not_reached() -> None:
+    module, gradients, _, _, layout = made()
+    for _ in range(2):
+        with gradients.backward():
+            WithoutGradient.apply(module(X), module.unused.weight).sum().backward()
+        _, touched = gradients.reduced()
+        assert not touched[layout.index_of[module.unused.weight]]
+        assert touched[layout.index_of[module.last.weight]]
+        gradients.zero()
+
+
 def test_buckets_are_reduced_as_the_last_backward_finishes_them() -> None:
     module, gradients, calls, booked, layout = made()
     last = layout.index_of[module.last.weight]
