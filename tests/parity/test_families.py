@@ -26,7 +26,7 @@ from paceline.hf.family_configs import NUM_LAYERS, causal_lm_configs, tiny_confi
 from paceline.hf.parity import ROUNDING, Parity, check_split, cuts
 from paceline.hf.quiet_transformers import quiet
 from paceline.hf.stage import Cut, recompute_layers, recomputed_layers
-from paceline.hf.weights import causal_config, load_stage
+from paceline.hf.weights import causal_config, load_stage, skeleton
 from support.family_table import BEGIN, END, measure, to_json, to_markdown
 from support.family_table import README as SECTION
 from support.ranks import run_ranks
@@ -90,6 +90,14 @@ def test_table_and_readme_are_as_written() -> None:
     assert section == to_markdown(families(), TABLE["transformers"][1], TABLE["torch"])
     if IS_NEWEST and torch.__version__.startswith(TABLE["torch"]):
         assert json.loads(to_json(families())) == TABLE
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "jamba"])
+def test_small_copy_of_a_hybrid_has_attention(model_type: str) -> None:
+    """Their own layers begin to attend behind the fourth."""
+    with quiet():
+        model = skeleton(tiny_configs(_config_class(model_type))[0])
+    assert any(type(module).__name__.endswith("Attention") for module in model.modules())
 
 
 # What the comparison must notice.

@@ -67,6 +67,8 @@ EXTRA: dict[str, tuple[dict[str, Any], ...]] = {
             },
         ),
     ),
+    "bamba": (dict(attn_layer_indices=[1, 3]),),
+    "jamba": (dict(attn_layer_period=3, attn_layer_offset=0),),  # each kind with an MLP and with experts
     "mamba2": (dict(num_heads=8),),
     "mpt": (dict(max_seq_len=64),),
     "xlstm": (dict(num_heads=4, chunk_size=16),),
