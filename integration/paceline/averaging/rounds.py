@@ -240,8 +240,9 @@ class Islands:
         except Closed:
             raise
         except RuntimeError as error:
-            self._presence.find_again(asked + limit_s)
-            raise _Again(f"lighthouse: {error}", time.monotonic() - asked + _PAUSE_S) from None
+            since = time.monotonic() if is_patient else asked  # how long others were waited for does not count then
+            self._presence.find_again(since + limit_s)
+            raise _Again(f"lighthouse: {error}", time.monotonic() - since + _PAUSE_S) from None
         spent_s = _PAUSE_S * (report.counts or report.ends) if is_patient else time.monotonic() - asked + _PAUSE_S
         reports = [report_of(member) for member in quorum.participants]
         mine = [member.replica_id for member in quorum.participants].index(self._presence.id)

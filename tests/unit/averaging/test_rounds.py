@@ -103,6 +103,30 @@ def test_a_lighthouse_that_fails_is_asked_again_until_the_time_is_over() -> None
         each.round(report(0), [])
 
 
+@pytest.mark.parametrize("own", [{"counts": False}, {"ends": True}, {}], ids=["begins", "begins at its end", "counts"])
+def test_a_lighthouse_that_fails_takes_no_time_from_who_waits_without_limit(
+    own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    class Fails(Lighthouse):
+        def quorum(self, *asked: Any, **options: Any) -> Any:
+            nonlocal now_s
+            now_s += 1000.0
+            return super().quorum(*asked, **options)
+
+        def find_again(self, deadline: float) -> None:
+            assert deadline > now_s or not own, "time to find it"
+
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=lambda seconds: None))
+    each = islands(Fails(RuntimeError("gone"), []), timeout_s=600.0)
+    if own:
+        assert each.round(report(0, **own), []).attempts == 2
+    else:
+        with pytest.raises(TimeoutError, match="lighthouse: gone"):
+            each.round(report(0), [])
+
+
 def test_an_island_with_a_number_that_is_taken_is_refused_the_second_time() -> None:
     """The first time it may be one that was killed, and still counts as alive."""
     twin = member(report(0, round=5), "island0:other")
