@@ -79,9 +79,12 @@ def test_a_model_with_one_stage_may_have_another_trainer(tmp_path: Any) -> None:
 
 
 def one_stage_twice(directory: str) -> None:
+    from paceline.supervise.watch import WATCH
+
     trainer = made(directory)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
+    assert WATCH.step == STEPS, "what fails now is told with the steps that are done"
     again = made(directory, model=trainer.model)
     assert again.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"] != before
 

@@ -660,6 +660,7 @@ class PacelineEngine(PipelineEngine):
                 self.timers(TRAIN_BATCH_TIMER).reset()
             if self.averager is not None:
                 self.averager.after_step(self.global_steps, loss, self.step_tokens)
+        WATCH.step = self.global_steps
         WATCH.idle()
         return loss
 
