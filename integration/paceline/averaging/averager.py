@@ -437,6 +437,8 @@ class Averager:
         if not exchange.counts and not news.anyone_counts:
             self.round = max(self.round - 1, 0)  # nobody has trained: it was no round
             self._to_take = 0
+            if news.has_changed:
+                self._next_tokens = 0.0  # all begin a period here
             return False
         if news.anyone_counts:
             self._models.moved += news.period

@@ -88,7 +88,8 @@ class Others:
         weights = [float(weight) for weight in self.weigh(reports)]
         finished = max(each.round for each in reports) + (not is_no_round(reports))
         means = None
-        if len(reports) > 1 and not is_no_round(reports) and any(each.counts for each in reports):
+        differ = len({each.round for each in reports}) > 1  # from checkpoints
+        if len(reports) > 1 and not is_no_round(reports) and (differ or any(each.counts for each in reports)):
             own = tensors(reports)
             means = [weights[0] * tensor if weights[0] else torch.zeros_like(tensor) for tensor in own]
             for weight, (_, value) in zip(weights[1:], others, strict=True):
@@ -401,6 +402,24 @@ def test_a_round_that_a_stop_has_cut_short_comes_after_the_first_step_from_the_c
     job.averager.settle()
     assert (job.value, job.averager.round) == (2.0, 1)
     assert (job.others.reports[-1].trained, job.others.reports[-1].period) == (120, 1.0)
+
+
+def test_islands_from_checkpoints_of_different_rounds_begin_a_period_together() -> None:
+    """All take the values of the one that is further; what they had trained since their last rounds is of no use."""
+    for further, value in ((4, 3.0), (2, 7.0)):
+        job = Job(joins=False, first_round="mean")
+        job.averager.load_state_dict(
+            {**job.averager.state_dict(), "round": 3, "tokens": 320, "_next_tokens": 330.0, "trained_until": {0: 230}}
+        )
+        job.trains_to(7.0)
+        job.others.there = lambda own: [(Report(1, own.digest, 1.0, math.nan, 0, False, further, 90), 3.0)]  # noqa: B023
+        job.averager.join(3)
+        assert job.value == value
+        job.averager.after_step(4, 2.0, 20)
+        job.averager.settle()
+        assert len(job.others.reports) == 1, "no round is due"
+        job.after_step(100, (5.0, 2.0, 120))
+        assert [report.trained for report in job.others.reports] == [90, 120]
 
 
 def test_parts_are_averaged_in_turn() -> None:
