@@ -231,9 +231,10 @@ def test_layers_are_compiled_where_they_are_measured_for_a_plan() -> None:
         assert (first, set(planned)) == ([1], {1})
 
 
-def test_graphs_are_made_once_for_alike_layers_and_once_more_for_lengths() -> None:
+@pytest.mark.parametrize("name", ["lengths of gpt2, recomputed", "split backwards"])
+def test_graphs_are_made_once_for_alike_layers_and_once_more_for_lengths(name: str) -> None:
     """One for the first length, one for all others, and one for the evaluation, of two layers on each rank."""
-    assert {rank["graphs"] for rank in RUNS["lengths of gpt2, recomputed", "compiled"]} == {3}
+    assert {rank["graphs"] for rank in RUNS[name, "compiled"]} == {3}
 
 
 def test_graphs_are_made_once_for_alike_halves() -> None:

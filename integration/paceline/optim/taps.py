@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .linear_layers import OwnLinear
@@ -47,11 +47,16 @@ def tapped(layers: Sequence[OwnLinear], like: Tensor) -> Iterator[None]:
         for index, layer in enumerate(layers):
             bias = layer.bias
             pair = placeholders[2 * index : 2 * index + 2]
-            vars(layer)["tap"] = Tap(layer.weight.detach(), None if bias is None else bias.detach(), *pair)
+            vars(layer)["tap"] = Tap(_constant(layer.weight), None if bias is None else _constant(bias), *pair)
         yield
     finally:
         for layer in layers:
             vars(layer)["tap"] = None
+
+
+def _constant(parameter: nn.Parameter) -> nn.Parameter:
+    """The same memory without a gradient: a parameter, too, whose sizes a graph has as numbers for all lengths."""
+    return nn.Parameter(parameter, requires_grad=False)
 
 
 class _Taps(torch.autograd.Function):

@@ -156,12 +156,15 @@ def _set_up_torch() -> None:
     A GPU's backward, which recomputes layers, runs in a thread of torch's own.
     """
     settings = torch._dynamo.config
-    if not settings.skip_nnmodule_hook_guards and settings.recompile_limit >= MOST_GRAPHS:
+    is_set_up = not (settings.skip_nnmodule_hook_guards or settings.force_nn_module_property_static_shapes)
+    if is_set_up and settings.recompile_limit >= MOST_GRAPHS:
         return  # to set them anew costs more than to look
     # Counted by code, and layers of a model differ: in kinds of attention, masks, frozen weights.
     settings.recompile_limit = max(settings.recompile_limit, MOST_GRAPHS)
     # Or a graph that was made without a hook, such as the one that collects a router's logits, runs without it.
     settings.skip_nnmodule_hook_guards = False
+    # Or there is a graph for each length: taps, whose placeholders have as many rows, are attributes of linear layers.
+    settings.force_nn_module_property_static_shapes = False
 
 
 def compile_layers_of(plan: RunPlan) -> CompileLayers | None:

@@ -146,6 +146,37 @@ def test_products_that_cannot_come_out_of_a_graph_are_left_between_two() -> None
     assert compiled.never.tap is None, "or a later forward would take what is of this one"
 
 
+class Wide(nn.Module):
+    """A layer with linear layers whose width is its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_graph_with_taps_is_for_all_lengths_and_one_width(dynamic: bool | None) -> None:
+    """As one without: the tapped rows are a length, and the weights' shapes are not."""
+    num_graphs = []
+    for splits in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        deferral, layers = Deferral(), [Wide(8), Wide(12)]
+        compiled_forwards(backend="aot_eager", dynamic=dynamic).adopt(layers)
+        for layer in layers:
+            deferral.adopt(layer)
+        deferral.is_on = splits
+        for length in (3, 5, 7, 6):
+            for layer in layers:
+                layer(torch.ones(2, length, 4, requires_grad=True)).sum().backward()
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert num_graphs == [2 if dynamic else 4] * 2
+
+
 def test_experts_that_leave_products_for_later_run_between_two_graphs() -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_implementation": "eager"}
     config = MixtralConfig(hidden_size=16, intermediate_size=24, num_local_experts=2, **heads)
