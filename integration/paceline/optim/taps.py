@@ -51,7 +51,7 @@ def tapped(layers: Sequence[OwnLinear], like: Tensor) -> Iterator[None]:
         yield
     finally:
         for layer in layers:
-            vars(layer)["tap"] = None
+            vars(layer).pop("tap", None)
 
 
 def _constant(parameter: nn.Parameter) -> nn.Parameter:

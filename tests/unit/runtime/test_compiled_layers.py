@@ -146,6 +146,19 @@ def test_products_that_cannot_come_out_of_a_graph_are_left_between_two() -> None
     assert compiled.never.tap is None, "or a later forward would take what is of this one"
 
 
+def test_a_change_of_the_schedule_has_no_graph_made_twice() -> None:
+    layer, deferral, num_graphs = Layer(), Deferral(), []
+    deferral.adopt(layer)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled_forwards(backend="aot_eager").adopt([layer])
+    for splits in (False, True, False):
+        deferral.is_on = splits
+        layer(torch.ones(2, 4))
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert num_graphs == [1, 2, 2]
+
+
 class Wide(nn.Module):
     """A layer with linear layers whose width is its own."""
 
