@@ -81,4 +81,5 @@ class TappedFunction(torch.autograd.Function):
         rows = dy.reshape(-1, dy.shape[-1])
         with full_precision(dy):
             dx = input_gradient(rows, weight, is_transposed=ctx.is_transposed).view(x.shape)
-        return dx, None, None, x.reshape(-1, x.shape[-1]), rows, None
+        # Detached, as in layers that are not compiled: torch runs a graph's code uncompiled where there are too many.
+        return dx, None, None, x.detach().reshape(-1, x.shape[-1]), rows, None

@@ -18,7 +18,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralD
 
 from paceline.config.natural_gradient_keys import NaturalGradientConfig
 from paceline.hf.stage import HalfLayer, PassThrough, take_out_half
-from paceline.optim.linear_layers import Deferral
+from paceline.optim.linear_layers import Deferral, OwnLinear
 from paceline.optim.natural_layers import NaturalGradients
 from paceline.optim.stacked_experts import defer_experts
 from paceline.runtime.compiled_layers import CompiledForwards, CompiledLayer, compiled_forwards, run_of_half
@@ -188,6 +188,21 @@ def test_a_graph_with_taps_is_for_all_lengths_and_one_width(dynamic: bool | None
                 layer(torch.ones(2, length, 4, requires_grad=True)).sum().backward()
         num_graphs.append(counters["stats"]["unique_graphs"])
     assert num_graphs == [2 if dynamic else 4] * 2
+
+
+def test_what_is_left_for_later_keeps_no_graph_where_torch_runs_a_layer_uncompiled() -> None:
+    kept: list[bool] = []
+
+    class Noting(Deferral):
+        def leave(self, layer: OwnLinear, inputs: Tensor, outputs: Tensor) -> None:
+            kept.append(inputs.requires_grad or outputs.requires_grad)
+
+    layer, deferral = Wide(8), Noting()
+    deferral.adopt(layer)
+    deferral.is_on = True
+    CompiledForwards(Counted()).adopt([layer])
+    layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert kept == [False, False]
 
 
 def test_experts_that_leave_products_for_later_run_between_two_graphs() -> None:
