@@ -36,9 +36,15 @@ def input_gradient(dy: Tensor, weight: Tensor, *, is_transposed: bool) -> Tensor
 
 def as_autocast(x: Tensor) -> Tensor:
     """``x`` in the dtype that autocast multiplies in, if it is on."""
+    dtype = dtype_of_products(x)
+    return x if dtype == x.dtype else x.to(dtype)
+
+
+def dtype_of_products(x: Tensor) -> torch.dtype:
+    """Dtype that ``x`` is multiplied in."""
     device = x.device.type
     is_rounded = torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(device)) if is_rounded else x
+    return torch.get_autocast_dtype(device) if is_rounded else x.dtype
 
 
 def full_precision(like: Tensor) -> AbstractContextManager[None]:

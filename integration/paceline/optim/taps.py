@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .linear_layers import OwnLinear
-from .linear_products import Tap, as_autocast, full_precision
+from .linear_products import Tap, dtype_of_products, full_precision
 
 
 @contextmanager
@@ -73,7 +73,7 @@ class _Taps(torch.autograd.Function):
         for layer in layers:
             weight = layer.weight
             dim_out, dim_in = reversed(weight.shape) if layer.is_transposed else weight.shape
-            dtype = as_autocast(weight.new_empty(0)).dtype
+            dtype = dtype_of_products(weight)
             for dim in (dim_in, dim_out):  # one number of memory each
                 found.append(torch.empty_strided((rows, dim), (0, 0), dtype=dtype, device=weight.device))
         return tuple(found)
