@@ -240,7 +240,8 @@ def saved(ran: Sequence[Configuration], switched_at: Sequence[int]) -> dict[str,
     if not ran or not switched_at:
         return None
     first, start = min(switched_at), ran[0]
-    before = start.steady_s[: first - start.first_step + 1 - (len(start.seconds) > 1)]
+    num_before = first - start.first_step + 1 - (len(start.seconds) > 1)  # -1 where experts moved at the very first
+    before = start.steady_s[: max(num_before, 0)]
     # Steps in which micro-batch sizes were tried belong to neither.
     after = [s for one in ran for n, s in enumerate(one.seconds, one.first_step) if n > first]
     if min(len(before), len(after)) < MIN_STEPS:

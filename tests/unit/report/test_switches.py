@@ -137,6 +137,7 @@ def test_steps_that_became_slower_are_told_too() -> None:
         ([steps(1, [1.0] * 9)], []),
         ([steps(1, [1.0] * 3), steps(4, [0.5] * 9, 1)], [3]),  # two steps before, without the very first
         ([steps(1, [1.0] * 9), steps(10, [0.5] * 2, 1)], [9]),
+        ([steps(1, [1.0] * 9, 1), steps(10, [0.5] * 30, 2)], [0, 9]),  # experts moved at the very first step
         ([steps(1, [1.0, 0.7, 1.0, 1.3, 0.8, 1.2]), steps(7, [0.9, 1.1, 0.7, 1.0, 0.8], 1)], [6]),  # as noisy as that
     ],
 )
