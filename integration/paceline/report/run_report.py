@@ -7,8 +7,8 @@ Keys of the value, :data:`FORMAT` among them; what a run has no data for is null
 ``run``             what ran: the command, the DeepSpeed JSON as given (``ds_config``), its ``"paceline"`` section,
                     model, shape, hardware, versions; ``state`` is ``"finished"``, or ``"unfinished"`` for one that
                     was killed or is under way
-``headline``        the last loss and held-out loss, tokens a second, the median step, and ``saved``
-                    (:func:`~paceline.report.switches.saved`)
+``headline``        the last loss and held-out loss; of the steps since the run was last resumed tokens a second, the
+                    median, and ``saved`` (:func:`~paceline.report.switches.saved`)
 ``loss``            a row a report: step, loss, learning rate, gradient norm
 ``evaluation``      a row an evaluation: step, held-out loss, perplexity
 ``samples``         a row a sample: step, prompt, completion
@@ -134,13 +134,11 @@ def _report(records: RunRecords) -> dict[str, Any]:
     ran = configurations(records.having("ran"), resumed_after)
     decided = decisions(records.inner("decision"), ran, resumed_after)
     switched_at = [d["step"] - (d["kind"] == EXPERTS) for d in decided if d["switched"] and d["step"] > first_step]
+    own = [one for one in ran if one.first_step > first_step]  # since the run was last resumed
     return {
         "format": FORMAT,
         "run": _run(records),
-        "headline": {
-            **_headline(records, ran),
-            "saved": saved([one for one in ran if one.first_step > first_step], switched_at),
-        },
+        "headline": {**_headline(records, own), "saved": saved(own, switched_at)},
         "loss": [_row(line, "step", "loss", "learning_rate", "grad_norm") for line in records.having("loss")],
         "evaluation": [_row(line, "step", "eval_loss", "perplexity") for line in records.having("eval_loss")],
         "samples": [dict(line) for line in records.inner("sample")],

@@ -112,6 +112,8 @@ def test_of_a_run_that_goes_on_only_its_own_part_is_compared(tmp_path: Path) -> 
     report = make_report(read(tmp_path / "run"))
     assert report["run"]["resumed_from_step"] == 50
     assert report["headline"]["saved"] is None  # no switch since
+    own = [one for one in report["configurations"] if one["first_step"] > 50]
+    assert report["headline"]["median_step_s"] == median(s for one in own for s in one["seconds"][1:])
     assert [one["first_step"] for one in report["configurations"]][-1] == 51
     assert report["timelines"][-1]["after"] is None  # step 52 is the other run's
 
