@@ -40,6 +40,8 @@ class Model:
     micro_batch_size: int
     compiles: bool
     """Layers, through torch.compile."""
+    recomputes: bool
+    """All layers."""
 
 
 def main() -> None:
@@ -56,10 +58,11 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--compile", action="store_true", help="the layers")
+    parser.add_argument("--recompute", action="store_true", help="the layers, in the backward")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()
     shape = args.layers, args.hidden, args.length, args.micro_batches, args.micro_batch_size
-    model = Model(*shape, compiles=args.compile)
+    model = Model(*shape, compiles=args.compile, recomputes=args.recompute)
     rows = []
     for num_ranks in args.ranks:
         looks = run_ranks(train, num_ranks, model, args.schedules, args.rounds, args.steps, timeout=3600)[0]
@@ -132,6 +135,7 @@ def train(model: Model, names: list[str], rounds: int, steps: int) -> list[dict[
         "gradient_accumulation_steps": model.micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "steps_per_print": 10**6,
+        "pipeline": {"activation_checkpoint_interval": int(model.recomputes)},
         "paceline": {"pipeline": {"stages": stages, "compile": model.compiles}},
     }
     engine, *_ = paceline.initialize(model=config, config=ds_config)

@@ -28,16 +28,17 @@ SIZES = [1, BATCH, 4]
 ADAPTIVE = {"type": "adaptive", "retune_every": RETUNE_EVERY}
 
 
-def make_engine(schedule: Any, stages: int = STAGES, by_work: bool = False) -> Any:
+def make_engine(schedule: Any, stages: int = STAGES, by_work: bool = False, **more: Any) -> Any:
     """A causal LM without tied weights, clipping or dropout: then no order of work changes a bit.
 
     Args:
         by_work: it sees a clock that only work moves on.
+        more: keys of the JSON.
     """
     import paceline
 
     section = {"pipeline": {"stages": stages, **({} if schedule is None else {"schedule": schedule})}}
-    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline=section)
+    config = ds_config(gradient_accumulation_steps=MICRO_BATCHES, paceline=section, **more)
     if by_work:
         WORK_TIME.rule()
     engine, *_ = paceline.initialize(model=model_config(tie_word_embeddings=False), config=config)
@@ -194,6 +195,39 @@ def test_where_no_memory_is_left_1f1b_stays(fixed_and_adaptive: list[Any]) -> No
     for decision in run["decisions"]:
         assert list(decision["predicted_s"]) == [f"1f1b, micro-batch {BATCH}"]
         assert not decision["switched"]
+
+
+def run_recomputed() -> dict[str, Any]:
+    """All layers recomputed: as the tuner likes, and with room for whole backwards only."""
+    recompute = {"pipeline": {"activation_checkpoint_interval": 1}}
+    fixed = train(make_engine("1f1b", 2))
+    engine = make_engine({"type": "adaptive", "retune_every": 2}, 2, **recompute)
+    free = train(engine)
+    meter, costs = engine.meter, None
+    if "knowledge" in free and engine.global_rank == 0:
+        costs = free["knowledge"].costs(BATCH)
+    kept = engine.control.from_first(None if costs is None else (costs.activation_bytes, costs.deferred_bytes))
+    sizes = {name: getattr(meter, name)[BATCH][0] for name in ("_most_deferred_bytes", "_deferred_bytes")}
+    room = {"memory_gib": 2.5 * max(kept[0]) / 2**30}
+    short = train(make_engine({"type": "adaptive", "retune_every": 2, **room}, 2, **recompute))
+    return {"fixed": fixed, "free": free, "short": short, "kept": kept, **sizes}
+
+
+def test_split_backwards_of_recomputed_layers_are_tried_where_there_is_room_for_what_they_leave() -> None:
+    ranks = run_ranks(run_recomputed, 2)
+    for rank in ranks:
+        assert 0 < rank["_deferred_bytes"] <= rank["_most_deferred_bytes"] <= 2 * rank["_deferred_bytes"]
+        for run in (rank["free"], rank["short"]):
+            assert run["losses"] == rank["fixed"]["losses"]
+            for name, weight in rank["fixed"]["weights"].items():
+                assert torch.equal(run["weights"][name], weight), name
+        ran = {which: {name.partition(",")[0] for name, *_ in rank[which]["ran"]} for which in ("free", "short")}
+        assert "zbh1" in ran["free"]
+        assert not any("zb" in name for name in ran["short"]), ran["short"]
+    kept, deferred = ranks[0]["kept"]
+    assert min(deferred) > 2.5 * max(kept), "or there is no room to be short of"
+    families = {name.partition(",")[0] for each in ranks[0]["free"]["decisions"] for name in each["predicted_s"]}
+    assert "zbh1" in families
 
 
 USUAL_STEPS, CHANGED_STEPS = 10, 7

@@ -291,10 +291,20 @@ def test_chunks_are_taken_where_links_are_fast() -> None:
         assert ("chunks" in chosen) == (name == "chunks" or rate == FAST)
 
 
+@pytest.mark.parametrize(
+    "more", [{"pipeline": {"activation_checkpoint_interval": 1}}, {}], ids=["recomputed", "compiled"]
+)
+def test_chunks_are_taken_though_layers_are_recomputed_or_compiled(more: dict[str, Any]) -> None:
+    asked = {} if more else {"compile": {"backend": "aot_eager"}}
+    whole, found = each(({"stages": 2}, FEW), (asked, FEW | {"bytes_per_s": FAST} | more))
+    assert (found["shape"], found["schedule"], found["chunks"]) == ((2, 1), "adaptive", 2)
+    assert any(line.startswith("plan: 2 stages of 2 chunks: ") for line in found["lines"])
+    assert found["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+
+
 def test_where_the_json_leaves_no_choice_of_chunks() -> None:
-    """A schedule that is written says how many; layers must be enough; what is recomputed leaves too much for later."""
-    recomputed = {"pipeline": {"activation_checkpoint_interval": 1}}
-    cases = (({"schedule": "adaptive"}, {}), ({}, {"layers": 3}), ({}, recomputed))
+    """A schedule that is written says how many; layers must be enough."""
+    cases = (({"schedule": "adaptive"}, {}), ({}, {"layers": 3}))
     for found in each(*((pipeline, FEW | {"bytes_per_s": FAST} | changes) for pipeline, changes in cases)):
         assert found["chunks"] is None
         assert not any("chunks" in line for line in found["lines"])

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from ..measure.flops import NUM_EXPERTS, TOP_K, first_of
 from ..planning.memory import ItemMemory
 from ..planning.recomputation import recomputed
 from .anatomy import Anatomy, anatomy_of
@@ -24,6 +26,8 @@ from .quiet_transformers import quiet
 from .stage import CausalLMStage, Cut, prune
 from .weights import causal_config, skeleton
 
+EXPERTS = "experts"
+"""Name of the module that has a layer's routed experts."""
 _MOST = {"micro_batch_size": 2**20, "sequence_length": 2**24}
 """Largest size; beyond, the sizes of tensors overflow."""
 
@@ -90,18 +94,20 @@ def _counted(
         blocks = blocks_of(model, anatomy)
     count = len(blocks)
     ids = torch.zeros(micro_batch_size, sequence_length, dtype=torch.int64, device="meta")
-    parameters, saved, stream = _run(config, half_layers, Cut(0, 0, True, False), dtype, ids)
+    parameters, saved, stream, _ = _run(config, half_layers, Cut(0, 0, True, False), dtype, ids)
     items = [ItemMemory("embedding", parameters, saved, _bytes(stream))]
-    measured: dict[str, tuple[int, int]] = {}
+    measured: dict[str, tuple[int, int, float]] = {}
     for index, block in enumerate(blocks):
         if block.kind not in measured:
             cut = Cut(index, index + 1, False, False)
-            measured[block.kind] = _run(config, half_layers, cut, dtype, stream)[:2]
-        parameters, saved = measured[block.kind]
+            parameters, saved, _, factors = _run(config, half_layers, cut, dtype, stream)
+            measured[block.kind] = parameters, saved, factors
+        parameters, saved, factors = measured[block.kind]
+        is_second = bool(index % anatomy.blocks_per_layer)
         items.append(
-            ItemMemory(block.name, parameters, saved, _bytes(stream), is_second=bool(index % anatomy.blocks_per_layer))
+            ItemMemory(block.name, parameters, saved, _bytes(stream), is_second=is_second, factor_bytes=factors)
         )
-    parameters, saved, logits = _run(config, half_layers, Cut(count, count, False, True), dtype, stream)
+    parameters, saved, logits, _ = _run(config, half_layers, Cut(count, count, False, True), dtype, stream)
     working = working_bytes(model.loss_function, logits)
     items.append(ItemMemory("head", parameters, saved, 0, working))
     return tuple(recomputed(items) if gradient_checkpointing else items)
@@ -109,8 +115,8 @@ def _counted(
 
 def _run(
     config: PretrainedConfig, half_layers: bool, cut: Cut, dtype: torch.dtype, stream: Tensor
-) -> tuple[int, int, Tensor]:
-    """Parameters, saved bytes, and output (of the head: the logits) of the stage ``cut``."""
+) -> tuple[int, int, Tensor, float]:
+    """Parameters, saved bytes, output (of the head: the logits), and bytes of the factors of the stage ``cut``."""
     with quiet():
         model = skeleton(config)
         anatomy: Anatomy = anatomy_of(model, half_layers=half_layers)
@@ -137,7 +143,26 @@ def _run(
                 f"model type {config.model_type!r}: what it keeps for the backward cannot be counted without running "
                 f"it ({str(error).splitlines()[0]}); measure it with `paceline profile`."
             ) from error
-    return sum(p.numel() for p in stage.parameters()), counter.num_bytes, output.detach()
+    count = sum(p.numel() for p in stage.parameters())
+    return count, counter.num_bytes, output.detach(), _factor_bytes(model, stream.shape[0] * stream.shape[1])
+
+
+def _factor_bytes(model: PreTrainedModel, tokens: int) -> float:
+    """Bytes of the rows that products with weights take and give, which the gradients of these weights are made of."""
+    text: Any = model.config.get_text_config()
+    rows = tokens * first_of(text, TOP_K)
+    found = 0.0
+    for path, module in model.named_modules():
+        is_expert = EXPERTS in path.split(".")
+        for parameter in module.parameters(recurse=False):
+            if is_expert and parameter.dim() == 3:
+                count: float = rows
+            elif parameter.dim() == 2 and isinstance(module, (nn.Linear, Conv1D)):
+                count = rows / first_of(text, NUM_EXPERTS) if is_expert else tokens
+            else:
+                continue
+            found += count * sum(parameter.shape[-2:]) * parameter.element_size()
+    return found
 
 
 class SavedStorages:

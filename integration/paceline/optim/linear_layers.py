@@ -145,17 +145,12 @@ class Deferral:
             embeds: whether the weights of embeddings are used as such here. A head that is tied to one is not deferred
                 then: the sum of both gradients would depend on when each of them comes.
         """
-        layers: list[Any] = [layer for layer in module.modules() if is_linear(layer) and layer.weight.requires_grad]
-        weights = {parameter for head in heads for parameter in head.parameters()}
-        others = sum(sum(layer.weight.shape) for layer in layers if layer.weight not in weights)
-        tied = {each.weight for each in module.modules() if isinstance(each, nn.Embedding)} if embeds else set()
-        for layer in layers:
-            weight = layer.weight
-            if weight in tied or (weight in weights and sum(weight.shape) > MOST_OF_HEAD * others):
-                if isinstance(layer, OwnLinear):  # the stage was another one
-                    layer.deferral = None
-            else:
-                become(layer, OwnLinear).deferral = self
+        found, kept = deferrable(module, heads, embeds=embeds)
+        for layer in found:
+            become(layer, OwnLinear).deferral = self
+        for layer in kept:
+            if isinstance(layer, OwnLinear):  # the stage was another one
+                layer.deferral = None
 
     @contextmanager
     def collecting(self) -> Iterator[Deferred]:
@@ -275,6 +270,27 @@ class _LinearFunction(torch.autograd.Function):
                 return dx, None, None, None, None
             dw, db = layer.gradients(inputs, rows)
         return dx, None if dw is None else dw.to(weight.dtype), db, None, None
+
+
+def deferrable(
+    module: nn.Module, heads: Iterable[nn.Module] = (), *, embeds: bool = False
+) -> tuple[list[Any], list[Any]]:
+    """The linear layers of ``module`` that are trained: those that can be deferred, and the others.
+
+    Args:
+        heads, embeds: as of :meth:`Deferral.adopt`.
+    """
+    layers: list[Any] = [layer for layer in module.modules() if is_linear(layer) and layer.weight.requires_grad]
+    weights = {parameter for head in heads for parameter in head.parameters()}
+    others = sum(sum(layer.weight.shape) for layer in layers if layer.weight not in weights)
+    tied = {each.weight for each in module.modules() if isinstance(each, nn.Embedding)} if embeds else set()
+    found: list[Any] = []
+    kept: list[Any] = []
+    for layer in layers:
+        weight = layer.weight
+        is_kept = weight in tied or (weight in weights and sum(weight.shape) > MOST_OF_HEAD * others)
+        (kept if is_kept else found).append(layer)
+    return found, kept
 
 
 def is_linear(layer: Any) -> bool:

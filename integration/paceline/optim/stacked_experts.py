@@ -11,7 +11,7 @@ Legend: E experts, N rows (a token for one of its experts), D_in and D_out of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from ..hf.own_class import Own, become
-from .linear_layers import Deferral, Partial
+from .linear_layers import Deferral, Partial, deferrable
 from .linear_products import full_precision
 from .natural_layers import NaturalExperts, called_with, is_stack_of_experts
 
@@ -103,6 +103,23 @@ def defer_experts(module: nn.Module, deferral: Deferral) -> None:
             owner = called_with(module, path)
             if not isinstance(owner, NaturalExperts):
                 become(owner, OwnExperts).deferral = deferral
+
+
+def most_deferred_bytes(module: nn.Module, heads: Iterable[nn.Module] = (), *, tokens: int, rows: int) -> float:
+    """Bytes that a backward of the inputs leaves for later at most, known before any was split.
+
+    The input of every layer counts, also where several have the same one.
+
+    Args:
+        heads: as of :meth:`~paceline.optim.linear_layers.Deferral.adopt`.
+        tokens: of a micro-batch.
+        rows: those that the experts here get of them, counted once for each expert.
+    """
+    linear = [layer.weight for layer in deferrable(module, heads)[0]]
+    stacks = [p for path, p in module.named_parameters() if is_stack_of_experts(path, p) and p.requires_grad]
+    widths = [(tokens, sum(weight.shape), weight.itemsize) for weight in linear]
+    widths += [(rows, sum(stack.shape[1:]), stack.itemsize) for stack in stacks]
+    return float(sum(count * width * itemsize for count, width, itemsize in widths))
 
 
 class _Stack(NamedTuple):

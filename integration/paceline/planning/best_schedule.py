@@ -1,9 +1,9 @@
 """The schedule that ``"adaptive"`` would choose for a pipeline that is predicted, with one stage a device or two.
 
 Candidates are the tuner's, but for orders that are made for measured costs. Unless splitting a backward was measured,
-half of one counts as gradients of weights; what these need counts as all that the micro-batch kept before. What a
-device sends at a time shares its rate: activations one way and gradients the other, and with two stages a device those
-of both.
+half of one, without what it recomputes, counts as gradients of weights; what these need counts as all that the
+micro-batch kept before or, where it is recomputed, as the factors of its products. What a device sends at a time shares
+its rate: activations one way and gradients the other, and with two stages a device those of both.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from math import inf, isfinite
 from ..schedules.costs import Costs
 from ..schedules.families import ZBV, v_route
 from ..schedules.schedule import Schedule
+from ..schedules.simulate import peak_bytes
 from ..schedules.split_families import SPLIT_FAMILIES
 from .candidates import FEW, IN_V, SLACKS, SPLIT_IN_LINE, Candidate, candidates, that_fit
 from .choose import Planner, Prediction
 from .cluster import Cluster
 from .gradient_costs import GradientCosts
-from .memory import StageMemory, stage_memory
+from .memory import ItemMemory, StageMemory, again_bytes, stage_memory
 from .strategy import MEMORY, NEAR, Dropped, Plan, Ranking, faster_cut, in_slices, may_share_head, plan_of
 from .strategy_costs import SIMULATED_ACTIONS, TERMS, compute_terms, pipeline_costs, times_of_stages
 from .strategy_memory import even_boundaries, live_micro_batches, memory_of_devices, share_of
@@ -52,24 +53,24 @@ def with_best_schedule(plan: Plan, workload: Workload, cluster: Cluster) -> tupl
         weight_s=_by_stage(weights_s, plan.boundaries),
         split_factor=workload.stage.split_factor,
         activation_bytes=tuple(each),
+        deferred_bytes=_deferred(share_of(strategy, workload).items, plan.boundaries, each),
     )
     costs = _sharing_what_is_sent(costs, range(stages))
     room = _room(plan.memory, cluster)
     slacks = SLACKS if stages * count <= FEW else (0.0, 1.0)
     samples = count * size
     known = candidates(stages, samples, [size], {size: each}, room, configured=size, slacks=slacks)
-    if not workload.recomputes:
-        known = (*known, *that_fit(SPLIT_IN_LINE, stages, samples, {size: costs}, room))
+    known = (*known, *that_fit(SPLIT_IN_LINE, stages, samples, {size: costs}, room))
     best = _fastest(known, stages, samples, costs)
     terms = {**plan.terms, "bubble": max(best.step_s - sum(plan.terms[name] for name in TERMS[:4]), 0.0)}
     if best.candidate.family:
         gradients = GradientCosts(strategy, workload, cluster, share_of(strategy, workload))
         after = gradients.terms_of_split(weights_s, plan.boundaries, [(stage,) for stage in range(stages)])
         terms |= dict(zip(TERMS[5:], after, strict=True))
-    peaks = best.candidate.peak_activations(stages, samples)
-    memory = tuple(
-        replace(need, activations=own * peak) for need, own, peak in zip(plan.memory, each, peaks, strict=True)
-    )
+    order = best.candidate.schedule(stages, samples)
+    assert isinstance(order, Schedule)
+    kept = peak_bytes(order, replace(costs, fixed_bytes=()))
+    memory = tuple(replace(need, activations=own) for need, own in zip(plan.memory, kept, strict=True))
     return replace(plan, terms=terms, memory=memory, schedule=PipelineSchedule(ADAPTIVE)), _name(best)
 
 
@@ -101,7 +102,10 @@ def with_two_chunks(
     each = [stage_memory(share.items, boundaries, stage, share.dense, 1).activations for stage in range(2 * stages)]
     costs = pipeline_costs(strategy, workload, cluster, boundaries, stage_times, route)
     weight_s, factor = _by_stage(weights_s, boundaries), workload.stage.split_factor
-    costs = replace(costs, weight_s=weight_s, split_factor=factor, activation_bytes=tuple(each))
+    deferred = _deferred(share.items, boundaries, each)
+    costs = replace(
+        costs, weight_s=weight_s, split_factor=factor, activation_bytes=tuple(each), deferred_bytes=deferred
+    )
     if _least_s(costs, stages, micro_batches) + sum(after.values()) >= within_s:
         return None
     first = memory_of_devices(share, boundaries, SPLIT_FAMILIES[ZBV](stages, micro_batches))
@@ -116,13 +120,15 @@ def with_two_chunks(
     assert isinstance(order, Schedule)
     memory = first if best.candidate.family == ZBV else memory_of_devices(share, boundaries, order)
     terms["bubble"] = max(best.step_s - sum(terms.values()), 0.0)
-    return Plan(strategy, boundaries, micro_batches, memory, terms | after, True, TWO_CHUNKS), _name(best)
+    plan = Plan(
+        *(strategy, boundaries, micro_batches, memory, terms | after, True, TWO_CHUNKS), recomputed=workload.recomputed
+    )
+    return plan, _name(best)
 
 
 def may_have_two_chunks(workload: Workload, stages: int) -> bool:
-    """Whether so many devices may hold two stages each: each stage has a layer; and what a split backward would leave
-    for later is unknown where backwards compute activations anew."""
-    return 1 < stages <= workload.num_layers // 2 and not workload.recomputes
+    """Whether so many devices may hold two stages each: each stage has a layer."""
+    return 1 < stages <= workload.num_layers // 2
 
 
 def with_best_schedules(
@@ -218,10 +224,22 @@ def _sharing_what_is_sent(costs: Costs, route: Sequence[int]) -> Costs:
 
 def _weights_s(workload: Workload, times: Sequence[ItemTime], *, head_is_tied: bool = False) -> list[float]:
     """Seconds of each item's gradients of weights. A head that is tied to an embedding of its device has them with
-    those of inputs."""
-    share = workload.stage.weight_share * workload.states.trained
-    found = [share * (time.dense[1] + time.experts[1]) for time in times]
+    those of inputs; a backward that recomputes has a forward besides."""
+    share, again = workload.stage.weight_share * workload.states.trained, set(workload.recomputed)
+    found = []
+    for index, time in enumerate(times):
+        forward_s, backward_s = (dense + experts for dense, experts in zip(time.dense, time.experts, strict=True))
+        found.append(share * max(backward_s - forward_s * (index in again), 0.0))
     return [*found[:-1], 0.0 if head_is_tied else found[-1]]
+
+
+def _deferred(items: Sequence[ItemMemory], boundaries: Sequence[int], kept: Sequence[float]) -> tuple[float, ...]:
+    """Bytes that a micro-batch leaves for later on each stage.
+
+    Args:
+        kept: before.
+    """
+    return tuple(own + again_bytes(items, boundaries, stage) for stage, own in enumerate(kept))
 
 
 def _by_stage(seconds: Sequence[float], boundaries: Sequence[int]) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 MOMENTS = {
@@ -142,6 +143,8 @@ class ItemMemory(NamedTuple):
         is_second: the second half of the decoder layer that the item before it begins. A stage that has both recomputes
             both or none.
         is_slice: of the head. A stage computes its slices at once.
+        factor_bytes: most that its backward of the inputs leaves for that of the weights.
+        again_bytes: of what is left, where the item is recomputed, beyond ``saved_bytes``.
     """
 
     name: str
@@ -155,6 +158,8 @@ class ItemMemory(NamedTuple):
     first_bytes: float = 0.0
     is_second: bool = False
     is_slice: bool = False
+    factor_bytes: float = inf
+    again_bytes: float = 0.0
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -196,14 +201,15 @@ class StageMemory:
 
 
 def stage_memory(
-    items: Sequence[ItemMemory], boundaries: Sequence[int], stage: int, states: States, live: int
+    items: Sequence[ItemMemory], boundaries: Sequence[int], stage: int, states: States, live: int, deferred: int = 0
 ) -> StageMemory:
     """Memory that ``stage`` needs.
 
     Args:
         items: of the whole model.
         boundaries: over items, ``[0, …, len(items)]``.
-        live: micro-batches that are alive at once on the stage.
+        live: micro-batches that are alive at once on the stage, or left for later.
+        deferred: those that are left for later.
     """
     start, stop = boundaries[stage], boundaries[stage + 1]
     held = items[start:stop]
@@ -219,7 +225,13 @@ def stage_memory(
         sum(item.working_bytes for item in held if item.is_slice),
         max((item.working_bytes for item in held if not item.is_slice), default=0.0),
     )
-    return StageMemory(weights, gradients, masters, moments, live * saved, working, transport)
+    activations = live * saved + deferred * again_bytes(items, boundaries, stage)
+    return StageMemory(weights, gradients, masters, moments, activations, working, transport)
+
+
+def again_bytes(items: Sequence[ItemMemory], boundaries: Sequence[int], stage: int) -> float:
+    """Bytes that a micro-batch left for later keeps on ``stage`` beyond those of a live one."""
+    return sum(item.again_bytes for item in items[boundaries[stage] : boundaries[stage + 1]])
 
 
 def with_head_slices(items: Sequence[ItemMemory], number: int) -> list[ItemMemory]:

@@ -40,7 +40,8 @@ class Recomputable:
         again: the same if all layers are.
         states: bytes of the weights, gradients, masters and moments of each item.
         seconds: forward and backward of each item if nothing is recomputed, on a device of speed 1.
-        live: micro-batches that are alive at once on each stage.
+        live: micro-batches that are alive at once on each stage, or left for later.
+        deferred: those that are left for later; empty: none.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class Recomputable:
         states: Sequence[float],
         seconds: Sequence[tuple[float, float]],
         live: Sequence[int],
+        deferred: Sequence[int] = (),
     ) -> None:
-        self._items, self._live = kept, live
+        self._items, self._live, self._deferred = kept, live, deferred or (0,) * len(live)
+        self._more_again = _sums([item.again_bytes for item in again])
         self._blocks_per_layer = items_per_layer(kept)
         self._states = _sums(states)
         self._kept = _sums([item.saved_bytes for item in kept])
@@ -75,8 +78,9 @@ class Recomputable:
         Args:
             schedule: tells how many micro-batches are alive.
         """
-        live = verify(schedule, paired=False).peak_held
-        return cls(items, recomputed(items), [sum(states.of(*item.counts)) for item in items], seconds, live)
+        proof = verify(schedule, paired=False)
+        of_items = [sum(states.of(*item.counts)) for item in items]
+        return cls(items, recomputed(items), of_items, seconds, proof.peak_held, proof.peak_deferred)
 
     def partition(self, devices: Sequence[Device]) -> Recomputation:
         """The boundaries whose slowest stage is fastest, each stage with the fewest recomputed layers that it needs.
@@ -152,7 +156,8 @@ class Recomputable:
         saved += self._first_again[start] if count and start == first else 0.0
         working = max((*self._working[start:first], *self._working_again[first:end], *self._working[end:stop]))
         states = self._states[stop] - self._states[start]
-        return states + self._live[stage] * saved + working + 2 * incoming + outgoing
+        more = self._deferred[stage] * (self._more_again[end] - self._more_again[first])
+        return states + self._live[stage] * saved + more + working + 2 * incoming + outgoing
 
     def _seconds(self, start: int, stop: int, count: int) -> float:
         again = self._recomputed(start, stop, count)
@@ -181,7 +186,8 @@ def recomputed(items: Sequence[ItemMemory], which: Collection[int] | None = None
         layer = items[first : first + blocks]
         working = max(each.working_bytes for each in layer) + sum(each.saved_bytes for each in layer)
         saved, as_first = (0.0, item.output_bytes) if item.is_second else (item.output_bytes, 0.0)
-        found[index] = item._replace(saved_bytes=saved, working_bytes=working, first_bytes=as_first)
+        more = max(min(item.saved_bytes, item.factor_bytes) - saved, 0.0)
+        found[index] = item._replace(saved_bytes=saved, working_bytes=working, first_bytes=as_first, again_bytes=more)
     return found
 
 

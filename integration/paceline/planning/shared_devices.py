@@ -18,7 +18,7 @@ from ..schedules.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Sched
 from ..schedules.simulate import simulate
 from ..schedules.stream import Stream
 from .blocks import Block, Device
-from .memory import ItemMemory, StageMemory, States, stage_memory
+from .memory import ItemMemory, StageMemory, States, again_bytes, stage_memory
 
 MIRROR = "mirror"
 _BEGUN, _MEASURED = 2, 2
@@ -61,7 +61,8 @@ class Held:
             boundaries: over items, ``[0, …, len(items)]``.
         """
         of_stages = zip(self.stages, self.owned, strict=True)
-        return self.together([self.stage(items, boundaries, stage, states, share) for stage, share in of_stages])
+        each = [self.stage(items, boundaries, stage, states, share) for stage, share in of_stages]
+        return self.together(each, [again_bytes(items, boundaries, stage) for stage in self.stages])
 
     @staticmethod
     def stage(
@@ -70,14 +71,20 @@ class Held:
         """Bytes of one stage with one live micro-batch; ``share`` of its optimizer states is there (:attr:`owned`)."""
         return stage_memory(items, boundaries, stage, states if share is None else _owning(states, share), 1)
 
-    def together(self, each: Sequence[StageMemory]) -> StageMemory:
-        """Bytes of the device, from those of its stages (:meth:`stage`), by chunk."""
+    def together(self, each: Sequence[StageMemory], again: Sequence[float] = ()) -> StageMemory:
+        """Bytes of the device, from those of its stages (:meth:`stage`), by chunk.
+
+        How much of what a micro-batch keeps is left for later, nobody has measured: all of it, recomputed or not.
+
+        Args:
+            again: of each stage, as :func:`~paceline.planning.memory.again_bytes` says; empty: nothing.
+        """
         sums = {field.name: fsum(getattr(stage, field.name) for stage in each) for field in fields(StageMemory)}
         sums["working"] = max(stage.working for stage in each)
         saved = [stage.activations for stage in each]
-        # How much of it is left for later, nobody has measured: all of it.
+        deferred = [size + more for size, more in zip(saved, again, strict=True)] if again else saved
         sums["activations"] = max(
-            fsum(n * size for n, size in zip(live, saved * 2, strict=False)) for live in self.live
+            fsum(n * size for n, size in zip(live, saved + deferred, strict=False)) for live in self.live
         )
         return StageMemory(**sums)
 

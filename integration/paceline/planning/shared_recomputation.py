@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .blocks import DoesNotFit
-from .memory import ItemMemory, StageMemory, States
+from .memory import ItemMemory, States
 from .recomputation import (
     Recomputation,
     first_layers,
@@ -77,17 +77,12 @@ class SharedRecomputable:
         held = self._held[device]
         key = device, tuple((boundaries[stage], boundaries[stage + 1], counts[stage]) for stage in held.stages)
         if key not in self._known:
-            each = [
-                self._stage(boundaries, stage, counts[stage], share)
-                for stage, share in zip(held.stages, held.owned, strict=True)
-            ]
-            self._known[key] = held.together(each).total
+            mixed = list(self._items)
+            for stage in held.stages:
+                again = first_layers(layers_of_stages(boundaries)[stage], counts[stage], self._blocks_per_layer)
+                mixed[again.start : again.stop] = self._again[again.start : again.stop]
+            self._known[key] = held.memory(mixed, boundaries, self._states).total
         return self._known[key]
-
-    def _stage(self, boundaries: Sequence[int], stage: int, count: int, share: float | None) -> StageMemory:
-        again = first_layers(layers_of_stages(boundaries)[stage], count, self._blocks_per_layer)
-        mixed = [*self._items[: again.start], *self._again[again.start : again.stop], *self._items[again.stop :]]
-        return Held.stage(mixed, boundaries, stage, self._states, share)
 
 
 def _with(counts: Sequence[int], stage: int, more: int) -> list[int]:

@@ -76,7 +76,8 @@ def plan_stages(
     budget = budget_of(schedule) if budget is None else budget
     if whole.num_chunks > 1:
         return _Shared(items, seconds, devices, states, schedule, links, owners).search(budget)
-    live = verify(whole, paired=False).peak_held
+    proof = verify(whole, paired=False)
+    live, deferred = proof.peak_held, proof.peak_deferred
     blocks, forward = _blocks(items, seconds, states)
     beside = [_beside_blocks(items, stage, live) for stage in range(len(devices))]
     limited = [
@@ -88,7 +89,8 @@ def plan_stages(
         return stage_costs(cuts, blocks, devices, links, forward=forward)
 
     def memory(cuts: Sequence[int]) -> tuple[StageMemory, ...]:
-        return tuple(stage_memory(items, cuts, stage, states, live[stage]) for stage in range(len(devices)))
+        each = enumerate(zip(live, deferred, strict=True))
+        return tuple(stage_memory(items, cuts, stage, states, *counts) for stage, counts in each)
 
     def fits(cuts: Sequence[int]) -> bool:
         return all(need.total <= device.memory_bytes for need, device in zip(memory(cuts), devices, strict=True))
@@ -120,10 +122,12 @@ def plan_of_boundaries(
     if whole.num_chunks > 1:
         shared = _Shared(items, seconds, devices, states, schedule, links, owners)
         return shared.plan(boundaries)
-    live = verify(whole, paired=False).peak_held
+    proof = verify(whole, paired=False)
+    live = proof.peak_held
     blocks, forward = _blocks(items, seconds, states)
     costs = stage_costs(boundaries, blocks, devices, links, forward=forward)
-    memory = tuple(stage_memory(items, boundaries, stage, states, held) for stage, held in enumerate(live))
+    counts = enumerate(zip(live, proof.peak_deferred, strict=True))
+    memory = tuple(stage_memory(items, boundaries, stage, states, *each) for stage, each in counts)
     better = _better_order(blocks, _roomy(devices, items, live), live) if compare_orders else None
     return StagePlan(tuple(boundaries), step_s(schedule, costs), costs, memory, better=better)
 
@@ -213,8 +217,9 @@ def within_memory(
     Raises:
         DoesNotFit: nothing fits.
     """
-    live = verify(schedule, paired=False).peak_held
-    needs = (stage_memory(items, boundaries, stage, states, live[stage]).total for stage in range(len(devices)))
+    proof = verify(schedule, paired=False)
+    counts = enumerate(zip(proof.peak_held, proof.peak_deferred, strict=True))
+    needs = (stage_memory(items, boundaries, stage, states, *each).total for stage, each in counts)
     if all(need <= device.memory_bytes for need, device in zip(needs, devices, strict=True)):
         return tuple(boundaries)
     return plan_stages(items, seconds, devices, states, schedule).boundaries

@@ -69,7 +69,9 @@ def share_of(strategy: Strategy, workload: Workload, schedule: PipelineSchedule 
             whole = min(saved, WHOLE_ACTIVATIONS / blocks * memory.output_bytes)
             saved = whole + (saved - whole) / tensor
         working = memory.working_bytes / (tensor if index == last else 1)
-        items.append(memory._replace(num_parameters=count, saved_bytes=saved, working_bytes=working))
+        again = memory.again_bytes / tensor  # nearly all of it
+        memory = memory._replace(num_parameters=count, saved_bytes=saved, working_bytes=working, again_bytes=again)
+        items.append(memory)
         held = item.expert_parameters * workload.most_experts(strategy.expert)
         experts.append(-(-held // (max(1, workload.num_experts) * tensor)))
     states = replace(

@@ -43,7 +43,7 @@ class StageTimes(NamedTuple):
         backward_s: likewise.
         split_factor: how many times as long as a whole backward the two parts of a split one take; what the forward
             takes longer then is among it.
-        weight_share: part of a backward that is the gradients of weights.
+        weight_share: part of a backward, without what it recomputes, that is the gradients of weights.
     """
 
     forward_s: float = 0.0

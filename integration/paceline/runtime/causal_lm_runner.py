@@ -20,9 +20,12 @@ from torch.utils._pytree import tree_map_only
 from ..comm.shapes import Meta, Shapes, Value, meta_of
 from ..hf.masks import known
 from ..hf.stage import LABELS, LOGITS, SIDE_INPUTS, CausalLMStage
+from ..measure.flops import TOP_K, first_of
 from ..optim.gradient_buckets import Completes
+from ..optim.stacked_experts import most_deferred_bytes
 from .micro_batches import MicroBatch, MicroBatchShape
 from .module import CausalLMPipeline
+from .natural_gradient_part import heads_of
 from .reach import Reach
 from .stage_runner import Live, LossBook, StageRunner, Surroundings, gradient_of
 
@@ -290,6 +293,15 @@ class CausalLMRunner(StageRunner):
             if pairs:  # none where no output depends on what is trained
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         live.outputs = live.gradients = None
+
+    def most_deferred_bytes(self, number: int) -> float | None:
+        """What is computed again keeps little before its backward, and leaves the factors of all its products."""
+        if not self._module.is_recomputed:
+            return None
+        shape, model = self._book.shapes[number], self._module.models[self._chunk]
+        tokens = shape.batch * shape.length
+        rows = tokens * first_of(self._module.config.get_text_config(), TOP_K)
+        return most_deferred_bytes(model, heads_of(model), tokens=tokens, rows=rows)
 
     # -- the boundary
 

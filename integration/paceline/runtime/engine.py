@@ -255,7 +255,7 @@ class PacelineEngine(PipelineEngine):
         self.controller = pipeline_controller(
             *(self.plan.schedule, self.plan.partition_choice, self, self.layers, self.meter, self.reports),
             *(self.control, self.decisions, self.timelines, self.support.routes),
-            recomputes=self.module.activation_checkpoint_interval > 0 or getattr(self.module, "is_recomputed", False),
+            recomputes=not isinstance(self.module, CausalLMPipeline) and self.module.activation_checkpoint_interval > 0,
             formats=assembly.format_choices(self),
             pool=self.plan.pool,
             notice=self.steps,

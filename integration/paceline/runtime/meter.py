@@ -29,8 +29,10 @@ class Meter:
         self.clock, self.recorder = clock, Recorder(clock.now)
         self.saved_bytes: dict[int, dict[int, float]] = {}
         """Bytes that a live micro-batch keeps on this rank, by micro-batch size and chunk, as far as measured."""
-        self.deferred_bytes: dict[int, dict[int, float]] = {}
+        self._deferred_bytes: dict[int, dict[int, float]] = {}
         """The same of one between the backward of the inputs and that of the weights."""
+        self._most_deferred_bytes: dict[int, dict[int, float]] = {}
+        """What it would be at most, until it is measured."""
         self.measures_memory_of: int | None = None
         """Micro-batch size of which each chunk's next forward tells what it keeps, if that is not known."""
         self._module, self._device = module, device
@@ -62,11 +64,26 @@ class Meter:
         clock.add_compute(start, end)
         recorder.add(Recorded(kind, number, start, end, chunk))
 
+    @property
+    def deferred_bytes(self) -> dict[int, dict[int, float]]:
+        """Bytes of a micro-batch between the backward of its inputs and that of the weights, by size and chunk: as
+        measured, or what they are at most, where that is known."""
+        most, known = self._most_deferred_bytes, self._deferred_bytes
+        return {size: {**most.get(size, {}), **known.get(size, {})} for size in most.keys() | known.keys()}
+
     def deferred(self, num_bytes: Callable[[], int], chunk: int) -> None:
         """Note what a chunk's backward of the inputs has left for later, where that is not known."""
         size = self.measures_memory_of
-        if size is not None and chunk not in self.deferred_bytes.get(size, ()):
-            self.deferred_bytes.setdefault(size, {})[chunk] = float(num_bytes())
+        if size is not None and chunk not in self._deferred_bytes.get(size, ()):
+            self._deferred_bytes.setdefault(size, {})[chunk] = float(num_bytes())
+
+    def may_defer(self, most_bytes: Callable[[], float | None], chunk: int) -> None:
+        """Note what a chunk's backward of the inputs would leave for later at most, where that is not known."""
+        size = self.measures_memory_of
+        if size is not None and chunk not in self._most_deferred_bytes.get(size, ()):
+            most = most_bytes()
+            if most is not None:
+                self._most_deferred_bytes.setdefault(size, {})[chunk] = most
 
     def update(self, kind: str, run: Callable[[], None]) -> None:
         """Record when gradients are reduced (``"reduce"``) or an update is made (``"step"``)."""
@@ -124,5 +141,6 @@ class Meter:
         """The rank's layers have changed: what was measured of them no longer counts."""
         self._remove_layer_timers()
         self.saved_bytes.clear()
-        self.deferred_bytes.clear()
+        self._deferred_bytes.clear()
+        self._most_deferred_bytes.clear()
         self.recorder.forget()

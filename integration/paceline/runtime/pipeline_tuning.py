@@ -62,7 +62,7 @@ def pipeline_controller(
         layers: of this rank.
         log: gets the decisions.
         routes: device of each stage, one route a direction.
-        recomputes: whether backwards compute activations anew.
+        recomputes: see :func:`~paceline.runtime.schedule_actuator.trials`.
         formats: by name, costs of formats that stages may send in.
         notice: through which ranks learn that steps have changed; None: they plan at the ends of intervals only.
         pool: other numbers of stages, where the run chose between some.

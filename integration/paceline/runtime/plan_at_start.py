@@ -136,7 +136,7 @@ def measure(
             adapters, trained = _adapters(hf_config, peft_config)
             options = {"device": device, "adapters": adapters, **shape._asdict()}
             items = profile_items(hf_config, compiled=compiled, **options)
-            stage = measure_stage(Bench(hf_config, **options))
+            stage = measure_stage(Bench(hf_config, compiled=compiled, **options))
         WATCH.doing("measuring the links", EVERYONE)
         cluster = measure_cluster(control, device, min(control.gather(own.free_bytes)))
     own_s = sum(item.forward_s + item.backward_s for item in items)

@@ -85,7 +85,8 @@ class Report:
     paused_bytes: float = 0.0
     """Those of these that training waits for; see :mod:`.migration`."""
     deferred_bytes: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Bytes of a micro-batch between the backward of the inputs and that of the weights, as those that it keeps."""
+    """Bytes of a micro-batch between the backward of the inputs and that of the weights, as those that it keeps; what
+    they are at most, before any was split."""
     uneven_s: dict[int, Uneven] | None = field(default_factory=dict)
     """Of a sample, by item; None: not known yet."""
 
@@ -207,7 +208,7 @@ class ReportGatherer:
             records=self._messages(after),
             saved_bytes={size: dict(chunks) for size, chunks in self._meter.saved_bytes.items()},
             room_bytes=float(memory_bytes),
-            deferred_bytes={size: dict(chunks) for size, chunks in self._meter.deferred_bytes.items()},
+            deferred_bytes=self._meter.deferred_bytes,
             clock_s=self._clock_s,
             latency_s=min(latency for _, latency in self.clocks),
             layers=dict(layers or {}),

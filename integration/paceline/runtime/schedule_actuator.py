@@ -57,8 +57,7 @@ def trials(
     """Schedules to run for some steps each before the first choice, so that what they cost is known.
 
     All sizes of micro-batches, and a split backward, whose two parts are timed; of schedules with split backwards none
-    is chosen before. Where activations are recomputed none is tried: what it leaves for later is many times what was
-    kept before, and memory is short.
+    is chosen before.
 
     With several stages a device the run begins with split backwards, and a whole one is tried: otherwise whole ones
     would seem to take as long as both parts of split ones. Of few micro-batches it is not: while a pipeline fills and
@@ -66,6 +65,8 @@ def trials(
 
     Args:
         micro_batches: of a step, of the replica with the fewest.
+        recomputes: activations are computed again in layers of one's own: none is tried, since what it would leave for
+            later is many times what was kept before, and nobody can tell how much.
     """
     sizes = sorted(
         {micro_batch_size, *(choice.micro_batch_sizes or ())}, key=lambda size: (size != micro_batch_size, size)

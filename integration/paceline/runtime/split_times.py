@@ -20,8 +20,6 @@ def measure_stage(bench: Bench) -> StageTimes:
     """Time a stage without items, and a layer of the most frequent kind, whole and split. Not collective."""
     trunk = bench.trunk
     found = StageTimes(trunk.forward_s, trunk.backward_s)
-    if bench.gradient_checkpointing:
-        return found  # nothing is split then that was not measured in the run
     kind, _ = Counter(bench.kinds).most_common(1)[0]
     index = bench.kinds.index(kind)
     blocks = bench.anatomy.blocks_of(index // bench.anatomy.blocks_per_layer)
@@ -43,5 +41,7 @@ def measure_stage(bench: Bench) -> StageTimes:
     forward_s, backward_s = bench.times(whole, bench.stream, [bench.backward])
     longer_s, inputs_s, weights_s = bench.times(split, bench.stream, [inputs, weights])
     parts_s = inputs_s + weights_s
+    again_s = forward_s if bench.gradient_checkpointing else 0.0
     factor = (max(longer_s - forward_s, 0.0) + parts_s) / backward_s
-    return found._replace(split_factor=min(max(factor, 1.0), MOST_SPLIT), weight_share=weights_s / parts_s)
+    share = weights_s / max(parts_s - again_s, weights_s)
+    return found._replace(split_factor=min(max(factor, 1.0), MOST_SPLIT), weight_share=share)

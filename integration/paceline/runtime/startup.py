@@ -206,7 +206,7 @@ def plan_for(
         if not has_stages(section, ds_config):
             counts |= set(fitting)
             counts |= set() if kept is None else {stages_kept(kept).num_stages}  # though less memory may be free by now
-        chunks = (1, 2) if may_have_chunks(section) and not recomputes else (1,)
+        chunks = (1, 2) if may_have_chunks(section) else (1,)
         if is_planned(uncut(section), ds_config, unasked=plans_unasked):
             options = _options(without_schedule, usual, section, filled, sorted(counts), chunks)
         else:  # finer cuts alone are planned, for the stages and the schedule that there are without

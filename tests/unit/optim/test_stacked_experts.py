@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.optim.linear_layers import Deferral
 from paceline.optim.natural_layers import is_stack_of_experts
-from paceline.optim.stacked_experts import OwnExperts, defer_experts
+from paceline.optim.stacked_experts import OwnExperts, defer_experts, most_deferred_bytes
 
 TOKENS, MICRO_BATCHES = 12, 3
 SIZES = {
@@ -123,6 +123,25 @@ def test_a_whole_backward_defers_nothing(way: str) -> None:
         run(split, number, torch.float32)
     for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_the_most_that_can_be_left_is_known_before(family: str, way: str) -> None:
+    """With a linear layer beside them, and no more than the inputs that several layers share above it."""
+    model = experts_of(family, way, torch.bfloat16)
+    model["beside"] = nn.Linear(SIZES["hidden_size"], 24, dtype=torch.bfloat16)
+    deferral = adopted(model)
+    deferral.adopt(model)
+    with deferral.collecting() as deferred:
+        rows, chosen, weights = micro_batch(0, torch.bfloat16)
+        out = model["experts"](rows, chosen, weights)
+        (out.float() ** 2).mean().backward(retain_graph=True)
+        model["beside"](rows).float().pow(2).mean().backward()
+    most = most_deferred_bytes(model, tokens=TOKENS, rows=chosen.numel())
+    assert deferred.num_bytes <= most <= 1.5 * deferred.num_bytes
+    model.requires_grad_(False)
+    assert most_deferred_bytes(model, tokens=TOKENS, rows=chosen.numel()) == 0
 
 
 def test_frozen_experts_are_left_alone() -> None:

@@ -136,7 +136,6 @@ def test_weights_of_embedding_and_head_are_once_on_their_device() -> None:
 def test_where_there_are_no_chunks() -> None:
     fast = cluster(100_000)
     assert with_two_chunks(ALONE, workload(layers=7), fast, micro_batches=8) is None
-    assert with_two_chunks(ALONE, workload(recomputed=(1,)), fast, micro_batches=8) is None
     assert with_two_chunks(ALONE, workload(512), fast, micro_batches=512) is None  # too long to be simulated
     assert with_two_chunks(Strategy(1, 1, 4, 1), workload(), fast, micro_batches=8) is None
     found = two_chunks(workload(), fast)[0]
@@ -244,6 +243,53 @@ def test_weights_may_have_another_share_of_a_backward() -> None:
         assert isinstance(plan, Plan)
         found.append(with_best_schedule(plan, work, where)[0].step_s)
     assert found[0] < 0.95 * found[1]
+
+
+def recomputing(micro_batches: int = 8) -> Workload:
+    """All layers keep their input alone, and compute a forward more."""
+    plain = workload(micro_batches)
+    memory = plain.items[1].memory._replace(saved_bytes=SENT, working_bytes=SAVED, again_bytes=SAVED - SENT)
+    layer = Item(memory, FORWARD_S, BACKWARD_S + FORWARD_S)
+    first, *layers, last = plain.items
+    return replace(plain, items=(first, *[layer] * len(layers), last), recomputed=tuple(range(1, len(layers) + 1)))
+
+
+def test_backwards_of_recomputed_layers_are_split() -> None:
+    """What they recompute is with the gradients of inputs, and what they leave for later is all that a layer has."""
+    work, where = recomputing(), cluster(100_000)
+    plan = plan_of(ALONE, work, where)
+    assert isinstance(plan, Plan)
+    found, name = with_best_schedule(plan, work, where)
+    each = [need.activations / live for need, live in zip(plan.memory, (4, 3, 2, 1), strict=True)]
+    measured = replace(
+        costs(100_000, 4, 2),
+        backward_s=(2 * (BACKWARD_S + FORWARD_S),) * 4,
+        weight_s=(2 * BACKWARD_S / 2,) * 4,
+        activation_bytes=tuple(each),
+        deferred_bytes=tuple(own + 2 * (SAVED - SENT) for own in each),
+    )
+    order = FAMILIES[name](4, 8)
+    assert name in SPLIT_IN_LINE
+    assert found.step_s == pytest.approx(simulate(order, measured).makespan_s + after_pipeline_s(found))
+    assert found.step_s < 0.9 * plan.step_s
+    assert [need.activations for need in found.memory] == pytest.approx(list(peak_bytes(order, measured)))
+    squeezed = replace(where, memory_bytes=max(need.total for need in plan.memory) * 1.05)
+    narrow, whole = with_best_schedule(plan, work, squeezed)
+    assert whole not in FAMILIES
+    assert max(need.total for need in narrow.memory) <= squeezed.memory_bytes
+
+
+def test_recomputed_layers_in_two_chunks() -> None:
+    work, where = recomputing(4), cluster(100_000)
+    found, name = two_chunks(work, where)
+    kept, _ = two_chunks(workload(4), where)
+    assert name in IN_V
+    assert found.recomputed == work.recomputed
+    assert kept.step_s < found.step_s
+    activations = [sum(need.activations for need in each.memory) for each in (found, kept)]
+    assert 0.3 * activations[1] < activations[0] < activations[1], "what is left for later is kept"
+    narrow = replace(where, memory_bytes=max(need.total - need.activations for need in found.memory) + 2 * SAVED)
+    assert isinstance(with_two_chunks(ALONE, work, narrow, micro_batches=4), Dropped)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -20,10 +20,14 @@ from paceline.planning.recomputation import (
     recomputed,
     recomputed_s,
 )
+from paceline.planning.recomputed_stages import RecomputedStages, fastest_stages
 from paceline.planning.shared_devices import held_by
 from paceline.planning.shared_recomputation import SharedRecomputable
-from paceline.schedules.families import one_f_one_b
+from paceline.schedules.costs import Costs
+from paceline.schedules.families import ZBV, one_f_one_b
 from paceline.schedules.schedule import Schedule
+from paceline.schedules.simulate import peak_bytes
+from paceline.schedules.split_families import SPLIT_FAMILIES, ZBH1
 
 STATES = States()
 
@@ -167,6 +171,39 @@ def test_halves_of_a_layer_are_recomputed_together() -> None:
     assert {item.working_bytes for item in again[1:-1]} == {64.0}
     cut, whole = (stage_memory(again, boundaries, 1, STATES, 1).activations for boundaries in ((0, 2, 6), (0, 3, 6)))
     assert (cut, whole) == (2 + 2 + 5, 2 + 5), "where a stage begins within a layer, the half's own input is kept"
+
+
+@pytest.mark.parametrize("factors", [inf, 60.0])
+@pytest.mark.parametrize("kind", [ZBH1, ZBV])
+def test_what_split_backwards_leave_is_there_though_layers_are_recomputed(kind: str, factors: float) -> None:
+    """Recomputing saves what is live, and nothing of what is left for later."""
+    order = SPLIT_FAMILIES[kind](2, 8)
+    layers = [ItemMemory(f"layer {number}", 0, 100.0, 10.0, factor_bytes=factors) for number in range(6)]
+    items = [ItemMemory("embedding", 0, 0.0, 10.0), *layers, ItemMemory("head", 0, 0.0, 0.0)]
+    seconds = [(0.0, 0.0), *[(1.0, 2.0)] * 6, (0.0, 0.0)]
+
+    def fastest(memory_bytes: float, *, again: bool, may: bool = False) -> RecomputedStages:
+        devices = [Device(1.0, memory_bytes)] * 2
+        own = recomputed(items) if again else items
+        return fastest_stages(own, seconds, devices, STATES, order, owners=None, may_recompute=may)
+
+    kept, all_again = fastest(inf, again=False).plan, fastest(inf, again=True).plan
+    parts = list(pairwise(all_again.boundaries))
+    live = [10.0 * sum(0 < item < 7 for item in range(*part)) + 10.0 * (part[1] < 8) for part in parts]
+    more = [(min(factors, 100.0) - 10.0) * sum(0 < item < 7 for item in range(*part)) for part in parts]
+    deferred = tuple(own + beyond for own, beyond in zip(live, more, strict=True))
+    costs = Costs((1.0,) * len(live), (2.0,) * len(live), activation_bytes=tuple(live), deferred_bytes=deferred)
+    for need, exact in zip(all_again.memory, peak_bytes(order, costs), strict=True):
+        assert exact <= need.activations <= 1.3 * exact
+    least = max(need.total for need in all_again.memory)
+    if factors < 100:
+        most = max(need.total for need in kept.memory)
+        assert least < most
+        found = fastest((least + most) / 2, again=False, may=True)
+        assert 0 < len(found.again) <= 6
+        assert max(need.total for need in found.plan.memory) <= (least + most) / 2
+    with pytest.raises(DoesNotFit):
+        fastest(0.7 * least, again=False, may=True)
 
 
 def test_boundaries_that_do_not_fit_say_which_stage() -> None:

@@ -35,3 +35,19 @@ def test_each_chunk_tells_once_what_its_forward_keeps() -> None:
     meter.measures_memory_of = 4
     meter.compute("F", 0, lambda: keeps(6), 1)
     assert meter.saved_bytes[4] == {1: 24.0}, "another size is another matter"
+
+
+def test_what_is_left_for_later_counts_as_the_most_that_it_can_be_until_it_is_measured() -> None:
+    meter = Meter(Clock(CPU), nn.Identity(), CPU)
+    meter.may_defer(lambda: 9.0, 0)
+    assert meter.deferred_bytes == {}, "nobody asked"
+    meter.measures_memory_of = 2
+    for most in (None, 9.0, 8.0):
+        meter.may_defer(lambda most=most: most, 0)  # type: ignore[misc]
+    meter.may_defer(lambda: None, 1)
+    assert meter.deferred_bytes == {2: {0: 9.0}}
+    meter.deferred(lambda: 5, 0)
+    meter.deferred(lambda: 3, 1)
+    assert meter.deferred_bytes == {2: {0: 5.0, 1: 3.0}}
+    meter.forget_stage()
+    assert meter.deferred_bytes == {}

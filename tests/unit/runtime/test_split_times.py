@@ -10,7 +10,6 @@ from transformers import LlamaConfig
 
 from paceline.hf.layer_profile import Bench
 from paceline.optim.linear_layers import OwnLinear
-from paceline.planning.workload import StageTimes
 from paceline.runtime.split_times import MOST_SPLIT, measure_stage
 
 CONFIG = LlamaConfig(
@@ -22,11 +21,12 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_what_is_measured() -> None:
-    found = measure_stage(Bench(CONFIG, repeats=3, **SHAPE))
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_what_is_measured(recomputes: bool) -> None:
+    found = measure_stage(Bench(CONFIG, repeats=3, gradient_checkpointing=recomputes, **SHAPE))
     assert found.forward_s > 0
     assert 1 <= found.split_factor <= MOST_SPLIT
-    assert 0 < found.weight_share < 1
+    assert 0 < found.weight_share <= 1
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,17 @@ def test_what_splitting_costs(split: list[float], factor: float, monkeypatch: py
     assert found.weight_share == split[2] / (split[1] + split[2])
 
 
-def test_recomputed_layers_are_not_split() -> None:
-    found = measure_stage(Bench(CONFIG, repeats=1, gradient_checkpointing=True, **SHAPE))
-    assert found == StageTimes(found.forward_s, found.backward_s)
+def test_the_share_of_weights_is_that_of_a_backward_without_what_it_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(CONFIG, repeats=1, gradient_checkpointing=True, **SHAPE)
+    told = iter([[1.0, 3.0], [1.0, 2.0, 1.0]])
+    assert bench.trunk  # measured before
+    monkeypatch.setattr(Bench, "times", lambda *_: next(told))
+    found = measure_stage(bench)
+    assert (found.split_factor, found.weight_share) == (1.0, 0.5)
 
 
-def test_the_parts_are_a_whole_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_parts_are_a_whole_backward(recomputes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward that is timed as split leaves weights without gradients until its second part; the whole one not."""
     seen: list[list[bool]] = []
     times = Bench.times
@@ -69,7 +74,7 @@ def test_the_parts_are_a_whole_backward(monkeypatch: pytest.MonkeyPatch) -> None
         return times(self, stage, stream, [then(part) for part in parts], *more)
 
     monkeypatch.setattr(Bench, "times", watched)
-    measure_stage(Bench(CONFIG, repeats=1, **SHAPE))
+    measure_stage(Bench(CONFIG, repeats=1, gradient_checkpointing=recomputes, **SHAPE))
     trunk, whole, inputs, both = seen
     assert trunk == []
     assert whole == both == [True] * 7
