@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, Features, IterableDataset, load_dataset
 from datasets import config as datasets_config
 from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -89,7 +89,9 @@ def read(args: DataArguments, *, seed: int, cache_dir: str | None = None, token:
             assert isinstance(held_out, RawStream)
             limit = args.max_eval_samples
             num_rows = None if limit is None else max(limit, LEAST_HELD_OUT_ROWS)  # short texts share a block
-            return RawData(train, Dataset.from_list(held_out.first(num_rows)))
+            # with the stream's own features: Arrow finds no type for tool calls whose arguments are of several
+            features = None if held_out.features is None else Features(held_out.features)
+            return RawData(train, Dataset.from_list(held_out.first(num_rows), features=features))
         assert not isinstance(held_out, RawStream)
         if held_out is not None or percentage == 0:
             return RawData(train, held_out)

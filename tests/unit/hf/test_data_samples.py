@@ -406,6 +406,22 @@ def test_a_stream_has_the_data_sets_validation_split(tmp_path: Path) -> None:
     assert "assistant>0</s>" in tokenizer().decode(batches[0]["input_ids"][0])
 
 
+def test_a_streams_held_out_rows_are_those_of_the_file(tmp_path: Path) -> None:
+    """Calls whose arguments have several types, or are null, are no column of one type."""
+    calls = tokenizer("{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}")
+    file = tmp_path / "calls.json"
+    texts = []
+    for value in (1, "one", None):
+        call = {"role": "assistant", "content": "", "tool_calls": [{"arguments": {"day": value}}]}
+        texts.append(calls.apply_chat_template([TALK[1], call], tokenize=False))
+        with file.open("a") as rows:
+            print(json.dumps({"messages": [TALK[1], call]}), file=rows)
+    args = DataArguments(train_file=str(file), validation_file=str(file), streaming=True, block_size=400)
+    made = data.prepare(read(args, seed=0, cache_dir=str(tmp_path)), args, calls, LlamaConfig(), seed=0)
+    assert made.held_out is not None
+    assert [calls.decode(batch["input_ids"][0]) for batch in evaluation_batches(made.held_out, 1)] == texts
+
+
 # flags
 
 
