@@ -20,6 +20,8 @@ from .metrics import finite, keep_until, read_lines, write_whole
 from .step_records import StepRecord
 
 START, METRICS, SUMMARY, LOADS = "run.json", "metrics.jsonl", "summary.json", "expert_loads.jsonl"
+_DRAWN = ("json", "svg", "png", "perfetto.json")
+"""A recorded step, and what ``paceline trace`` makes of it beside."""
 _ISLAND = re.compile(r"island(0|[1-9]\d*)")
 _REMEDY, _NATURE = "give the output directory of a run", "not what a run writes"
 
@@ -75,8 +77,9 @@ def write_start(run_dir: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     (run_dir / SUMMARY).unlink(missing_ok=True)
     for name in (METRICS, LOADS):
         keep_until(run_dir / name, first_step)
-    for path, step in _traced(run_dir):
-        if step > first_step:
+    for path in (run_dir / step_records.FOLDER).glob("step-*"):
+        step, _, kind = path.name[5:].partition(".")
+        if kind in _DRAWN and step.isdecimal() and int(step) > first_step:
             path.unlink()
     _write_facts(run_dir, facts)
     return facts

@@ -79,7 +79,12 @@ def test_pictures_and_loads_that_cannot_be_read_are_left_out(tuned: Path) -> Non
 def test_what_an_earlier_run_said_of_later_steps_goes(tuned: Path) -> None:
     cut_off = (tuned / "metrics.jsonl").read_text() + '{"step": 3'
     (tuned / "metrics.jsonl").write_text(cut_off)
+    drawn = [f"step-{step}.{kind}" for step in (12, 48, 60) for kind in ("perfetto.json", "png", "svg")]
+    for name in (*drawn, "step-48.txt"):
+        (tuned / "trace" / name).touch()
     write_start(tuned, {"first_step": 12, "rate": float("inf")})
+    files = {path.name for path in (tuned / "trace").iterdir()}
+    assert files == {"step-8.json", "step-12.json", *drawn[:3], "step-48.txt"}
     records = read(tuned)
     kinds = (*records.having("loss"), *records.inner("decision"), *records.inner("look"))
     assert max(line["step"] for line in kinds) == 12
