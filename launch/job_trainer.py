@@ -131,7 +131,7 @@ class JobTrainer(PacelineTrainer):
         run, control = self.run, self.pipeline.control
         return RunLog(engine, run.output, run.resolved, control, run.facts, [self._track])
 
-    def _begin_log(self, num_steps: int) -> None:
+    def _begin_log(self, num_steps: int, resume_from_checkpoint: str | None) -> None:
         self.run_log.begin(num_steps)  # the checkpoint knows the tokens before it
 
     def _parameter_groups(self, pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> list[Any]:

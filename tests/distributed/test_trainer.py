@@ -93,7 +93,7 @@ def train(
     *,
     family: str = "llama",
     batch: int = BATCH,
-    resume: bool = False,
+    resume: bool | str = False,
     evaluate_first: bool = False,
     changes: dict[str, Any] | None = None,
     count: int = ROWS,
@@ -535,6 +535,14 @@ def test_a_run_goes_on_from_its_checkpoint(in_two_stages: Trained, tmp_path: Pat
     assert losses[0] == losses[1]
     ours, theirs = weights(halves / "final"), weights(whole / "final")
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_run_that_goes_on_elsewhere_counts_all_tokens(in_two_stages: Trained, tmp_path: Path) -> None:
+    whole, _ = in_two_stages
+    run_ranks(train, 2, str(tmp_path), pipeline(2), resume=str(whole / "checkpoint-3"))
+    found, wanted = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path, whole))
+    assert (found["tokens"], found["resumed_from_step"]) == (wanted["tokens"], 3)
+    assert 0 < found["tokens_before"] < found["tokens"]
 
 
 def test_an_order_that_is_drawn_in_each_epoch(tmp_path: Path) -> None:

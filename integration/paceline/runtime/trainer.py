@@ -264,7 +264,7 @@ class PipelineTraining(_Trainer):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
         self._waiting, self._losses, self._epoch = [], [], None
-        self._begin_log(max_steps)
+        self._begin_log(max_steps, resume_from_checkpoint)
         return engine, train_dataloader
 
     def _load_state(self, engine: Any, resume_from_checkpoint: str | None) -> None:
@@ -456,12 +456,12 @@ class PipelineTraining(_Trainer):
     def _make_log(self, engine: Any) -> RunLog:
         return RunLog(engine, Path(self.args.output_dir), self._resolved, engine.module.control)
 
-    def _begin_log(self, num_steps: int) -> None:
+    def _begin_log(self, num_steps: int, resume_from_checkpoint: str | None) -> None:
         log = self.run_log
         assert log is not None
         with log.control.together("reading the records of the run"):
-            if log.is_first:  # the checkpoint does not say
-                log.tally.tokens = tokens_so_far(log.run_dir, self._engine.global_steps)
+            if log.is_first and resume_from_checkpoint is not None:  # which may lie elsewhere, and does not say
+                log.tally.tokens = tokens_so_far(Path(resume_from_checkpoint).parent, self._engine.global_steps)
         log.begin(max(num_steps, 1))  # of max_steps=0, too, Trainer makes one
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
