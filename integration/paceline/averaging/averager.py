@@ -132,6 +132,7 @@ class Averager:
         """The last exchange came to nothing: others were not to be reached, or this island was asked to stop."""
         self._is_left = False
         """On the first rank: nobody else has come to the last round."""
+        self._has_told_pace = False
         self._to_take = 0
         """Exchanges in which it does not count, as it has missed others and lacks what they brought."""
         self._trained_until: dict[int, int] = {}
@@ -216,6 +217,7 @@ class Averager:
         self.tokens += tokens
         self._has_stepped = True
         self._loss.add(loss, tokens)
+        self._tell_pace(tokens)
         if self._exchange is not None and step >= self._exchange.due:
             self.settle()
         is_due = self.tokens >= self._next_tokens
@@ -226,6 +228,17 @@ class Averager:
             self._begin(step, counts=not self._to_take, is_early=not is_due)
             if not self.section.overlap_steps:
                 self.settle()
+
+    def _tell_pace(self, tokens: int) -> None:
+        """Warn once where parts are due faster than steps come, after each of which one is averaged."""
+        parts = len(self._parts)
+        if self.is_first and parts > 1 and tokens * parts > self.section.every_tokens and not self._has_told_pace:
+            self._has_told_pace = True
+            logger.warning(
+                "island %d: a step has %d tokens, and averages one of %d parts: each is averaged every %d tokens, not "
+                "every %d; take fewer averaging.parts, smaller steps, or a larger averaging.every_tokens",
+                *(self.island, tokens, parts, tokens * parts, self.section.every_tokens),
+            )
 
     def finish(self, step: int, held_out_loss: Callable[[], float] | None = None) -> None:
         """Training is over: take part in rounds until it is over on all islands, and combine the last ones if asked to.

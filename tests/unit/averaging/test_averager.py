@@ -431,6 +431,16 @@ def test_parts_are_averaged_in_turn() -> None:
     assert [float(value[0]) for value in job.masters.values.values()] == [2.0, 2.5]
 
 
+@pytest.mark.parametrize(("tokens", "is_told"), [(50, False), (60, True)])
+def test_steps_that_are_too_large_for_the_parts_are_told_once(
+    tokens: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(params=2, parts=2, first_round="mean")
+    for _ in range(3):
+        job.after_step(tokens, (3.0, 2.0, tokens))
+    assert caplog.text.count("each is averaged every 120 tokens, not every 100; take fewer averaging.parts") == is_told
+
+
 @pytest.mark.parametrize("overlap_steps", [0, 1])
 @pytest.mark.parametrize("outer", ["mean", "nesterov"])
 def test_an_island_that_missed_rounds_of_other_parts_takes_what_the_others_have(outer: Any, overlap_steps: int) -> None:
