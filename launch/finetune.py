@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from paceline.comm.single_process import become_a_world, is_alone
+from paceline.doctor.meeting import Place, Unmet
 from paceline.imports import few_collections
 from paceline.messages import brief
 from paceline.supervise.lifetime import INTERRUPTED, PREEMPTED, Preempted, Preemption, end_process
@@ -80,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = f"a launcher of several processes (mpirun, srun) has started this one without {', '.join(absent)}"
         print(f"paceline: error: {text}: start with deepspeed or torchrun, or set them.", file=sys.stderr, flush=True)
         return 2
+    elif fault := _fault_of_variables():
+        print(f"paceline: error: {fault}.", file=sys.stderr, flush=True)
+        return 2
     rank = int(os.environ["RANK"])
     _set_up_logging(rank)
     # Before the imports that take seconds: from here on a launcher that ends takes its ranks with it.
@@ -100,6 +104,17 @@ def _absent_variables() -> list[str]:
     """Those that the ranks need to meet, and do not have; DeepSpeed asks MPI for all but RANK if there is mpi4py."""
     absent = [name for name in _MEETING if not os.environ.get(name)]
     return absent if "RANK" in absent or find_spec("mpi4py") is None else []
+
+
+def _fault_of_variables() -> str:
+    """Why the ranks could not meet by what the launcher has set; empty: they can, or it is MPI that tells them."""
+    if not all(os.environ.get(name) for name in _MEETING):
+        return ""
+    try:
+        Place.of(os.environ)
+    except Unmet as unmet:
+        return f"{unmet}; {unmet.finding.remedy}"
+    return ""
 
 
 def _train(argv: list[str]) -> None:

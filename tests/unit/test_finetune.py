@@ -202,6 +202,29 @@ def test_a_launcher_that_sets_not_all_variables(
     assert capsys.readouterr().err == f"paceline: error: {rule}: start with deepspeed or torchrun, or set them.\n"
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"RANK": "x"}, "RANK='x', WORLD_SIZE='2'"),
+        ({"RANK": "2"}, "RANK must be a whole number from 0 to 1"),  # counted from 1, it would wait for a rank 0
+        ({"MASTER_PORT": "node1:29500"}, "MASTER_PORT must be a whole number from 1 to 65535"),
+        ({"LOCAL_WORLD_SIZE": "2(x3)"}, "of '2(x3)' ranks on this host (LOCAL_WORLD_SIZE or LOCAL_SIZE)"),  # Slurm's
+    ],
+)
+def test_a_launcher_whose_variables_make_no_job(
+    changed: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in (values | changed).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    assert main(["--no_such_flag"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("paceline: error: ")
+    assert told in said
+    assert "; start the job with `deepspeed` or torchrun" in said
+
+
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
     logger = logging.getLogger("paceline")
