@@ -15,6 +15,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 USAGE = "usage: python -m paceline.launch.patched SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
 _BAD_USAGE = 2
@@ -38,12 +39,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     repair()
     sys.argv = [name, *from_launcher, *rest]
+    if is_module and not _is_there(name):
+        print(f"paceline: {name}: there is no such module; {USAGE}", file=sys.stderr)
+        return _BAD_USAGE
     if is_module:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(name)))
         runpy.run_path(name, run_name="__main__")
     return 0
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):  # its package is not
+            return False
+        raise  # what its package imports is not
 
 
 def repair() -> None:

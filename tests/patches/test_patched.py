@@ -81,6 +81,10 @@ def test_a_module(tmp_path: Path) -> None:
     [(status, out, _)] = run_ranks(run, 1, ["-m", "this"])
     assert status == 0
     assert out.startswith("The Zen of Python")
+    for name in ("no_such_module", "json.no_such_module", "no_such_package.module"):
+        [(status, out, err)] = run_ranks(run, 1, ["-m", name])
+        assert (status, out) == (2, "")
+        assert f"paceline: {name}: there is no such module; usage: " in err
 
 
 @pytest.mark.parametrize(
