@@ -224,14 +224,20 @@ class TrainArguments:
     """How to train. Defaults are those of ``TrainingArguments`` where it has the flag."""
 
     output_dir: str = _flag("paceline_output", "Directory the trained model is written to.")
-    overwrite_output_dir: bool = _flag(False, "Write into output_dir although it is not empty.")
+    overwrite_output_dir: bool = _flag(
+        False, "Write into output_dir although it holds a model or an earlier run, whose checkpoints are deleted."
+    )
     seed: int = _flag(42, "Seed of weights and of the order of samples.")
     island: int | None = _flag(
         None, "Number of this island, from 0, where islands average. None: PACELINE_ISLAND of the environment."
     )
     max_steps: int = _flag(-1, "Steps to train; -1: num_train_epochs decides.")
     num_train_epochs: float = _flag(3.0, "Passes over the data.")
-    per_device_train_batch_size: int = _flag(8, "Samples in a micro-batch of one pipeline.")
+    per_device_train_batch_size: int = _flag(
+        8,
+        'Samples in a micro-batch of one pipeline. The default is for "auto" in the JSON; with no size there, it is '
+        "chosen.",
+    )
     per_device_eval_batch_size: int = _flag(8, "Samples in a micro-batch of one pipeline, in evaluation.")
     gradient_accumulation_steps: int | None = _flag(None, "Micro-batches in a step of one pipeline. None: chosen.")
     learning_rate: float = _flag(5e-5, "Peak learning rate.")
@@ -399,6 +405,9 @@ def parse(
         ValueError: values that break a rule.
     """
     parser = _Parser((ModelArguments, DataArguments, TrainArguments), prog=prog, allow_abbrev=False)
+    for action in parser._actions:
+        if action.option_strings[0].startswith("--no_"):  # transformers gives it the help of its opposite
+            action.help = f"Turn --{action.dest} off."
     names = [f.name for group in parser.dataclass_types for f in fields(group)]
     launcher = [a for a in argv if re.match(r"--local[-_]rank=", a)]
     rest = [a for a in argv if a not in launcher]

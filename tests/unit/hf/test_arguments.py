@@ -184,7 +184,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(["--help"])
     assert caught.value.code == 0
-    assert "--config_overrides" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--config_overrides" in said
+    assert "--no-keep-linebreaks Turn --keep_linebreaks off." in said
 
 
 @pytest.mark.parametrize(
