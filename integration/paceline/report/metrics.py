@@ -91,7 +91,7 @@ def read_lines(path: Path, remedy: str, nature: str, parse: Callable[[Any], T]) 
     """Lines of JSON, as ``parse`` returns them. A last line that was cut off, as by a kill, is skipped.
 
     Args:
-        remedy: what to give instead of a file that cannot be read.
+        remedy: what to give instead of a file, or a line, that cannot be read.
         nature: what a line is that cannot be parsed.
 
     Raises:
@@ -103,7 +103,7 @@ def read_lines(path: Path, remedy: str, nature: str, parse: Callable[[Any], T]) 
             found.append(parse(json.loads(text)))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else reason(error)
-            raise ValueError(f"{path}, line {number} is {nature} ({why}): remove it.") from None
+            raise ValueError(f"{path}, line {number} is {nature} ({why}): remove it, or {remedy}.") from None
     return found
 
 
