@@ -199,6 +199,28 @@ def test_a_model_is_no_checkpoint(tmp_path: Path) -> None:
     assert f"--resume_from_checkpoint {tmp_path}: {tmp_path} is a Hugging Face model, no checkpoint" in results[0][1]
 
 
+def test_an_export_does_not_replace_the_model_that_the_run_began_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.launch.cli import main
+
+    base, output = tmp_path / "base", tmp_path / "out"
+    run(job(base, max_steps=1))
+    before = weights(base)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": f"row {number} " * 40}) + "\n" for number in range(200)))
+    tuned = job(output, max_steps=STOP, model_name_or_path=base, train_file=data)
+    of_new_models = {"--model_type", "--config_overrides"}
+    pairs = zip(tuned[::2], tuned[1::2], strict=True)
+    run([part for pair in pairs if pair[0] not in of_new_models for part in pair])
+    export = ["export", str(output), str(base)]
+    assert main(export) == 2
+    assert f"{base} holds the model that the run began with" in capsys.readouterr().err
+    assert all(torch.equal(weights(base)[name], tensor) for name, tensor in before.items())
+    assert main([*export, "--overwrite"]) == 0
+    assert any(not torch.equal(weights(base)[name], tensor) for name, tensor in before.items())
+
+
 def test_a_checkpoint_from_elsewhere_is_not_mixed_with_an_earlier_run(tmp_path: Path) -> None:
     """Its checkpoints, model and metrics stay unless they may be overwritten, and then all of them go."""
     source, output = tmp_path / "source", tmp_path / "out"

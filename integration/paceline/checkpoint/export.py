@@ -47,7 +47,8 @@ def export_checkpoint(
 
     Args:
         source: a checkpoint, or a folder of checkpoints, of which the latest complete one is taken.
-        directory: the files of an earlier export there, told by its config, are replaced.
+        directory: the files of an earlier export there, told by its config, are replaced; not those of the model that
+            the run began with.
         max_shard_size: of one file, as in ``save_pretrained``.
         dtype: a name in ``DTYPES``; "auto" is the one that the model was trained in.
         overwrite: replace another model there too.
@@ -69,7 +70,7 @@ def export_checkpoint(
     if target.resolve().is_relative_to(checkpoint.path.resolve()):
         raise ValueError(f"{target} belongs to the checkpoint itself: export to another directory.")
     if not overwrite:
-        _check_replaces(target, checkpoint.path / MODEL)
+        _check_replaces(target, checkpoint)
     checkpoint.verify()
     try:
         return _export(checkpoint, target, max_shard_size, dtype)
@@ -77,11 +78,20 @@ def export_checkpoint(
         with contextlib.suppress(OSError):
             shutil.rmtree(target / hub_files.DRAFT, ignore_errors=True)
         cause = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
-        raise CheckpointError(f"exporting to {target} failed: {cause}") from error
+        raise CheckpointError(
+            f"exporting to {target} failed: {cause}; export to a directory that can be written to, with room."
+        ) from error
 
 
-def _check_replaces(target: Path, folder: Path) -> None:
-    """Raise ValueError if ``target`` holds a model, or adapters, with another config than that in ``folder``."""
+def _check_replaces(target: Path, checkpoint: Checkpoint) -> None:
+    """Raise ValueError if ``target`` holds a model, or adapters, with another config than the checkpoint's, or the model
+    that its run began with."""
+    if (checkpoint.meta.get("model") or {}).get("began_with") == str(target.resolve()):
+        raise ValueError(
+            f"{target} holds the model that the run began with: export to another directory, or replace it with "
+            "--overwrite."
+        )
+    folder = checkpoint.path / MODEL
     exported = peft.CONFIG if (folder / peft.CONFIG).exists() else "config.json"
     for name in ("config.json", peft.CONFIG):
         if not (target / name).exists():

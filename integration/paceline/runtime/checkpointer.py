@@ -249,6 +249,7 @@ class Checkpointer:
                 "dtype": self._dtype_name(),
                 "adapter": self._adapter_name(),
                 "adapter_scale": self._adapter_scale(),
+                "began_with": self._began_with(),
             },
         }
 
@@ -279,6 +280,11 @@ class Checkpointer:
     def _adapter_scale(self) -> dict[str, object]:
         scale: dict[str, object] = getattr(getattr(self._model, "adapters", None), "scale", {})
         return scale
+
+    def _began_with(self) -> str | None:
+        """The directory of the model that the run began with, if it has one."""
+        name = getattr(getattr(self._model, "config", None), "name_or_path", "")
+        return str(Path(name).resolve()) if name and Path(name).is_dir() else None
 
     # -- loading -------------------------------------------------------------------------------------------------
 
