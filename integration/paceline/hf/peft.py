@@ -221,7 +221,6 @@ def adapters_of(model: PreTrainedModel, anatomy: Anatomy) -> Adapters | None:
                 parameters.append(f"{module_path}.{parameter}")
     found = Adapters(config, name, tuple(targets), tuple(saved), tuple(parameters), tokens)
     _check_ties(model, anatomy, found)
-    _check_sharing(model)
     return found
 
 
@@ -236,17 +235,6 @@ def _check_ties(model: PreTrainedModel, anatomy: Anatomy, adapters: Adapters) ->
             f"the adapter {adapters.name!r} is in {', '.join(touched)}, and the model ties embedding and head "
             "(tie_word_embeddings): the two are on different stages; choose other target_modules and modules_to_save."
         )
-
-
-def _check_sharing(model: PreTrainedModel) -> None:
-    seen: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = seen.setdefault(parameter, name)
-        if other != name and parameter.requires_grad and name not in (model.all_tied_weights_keys or {}):
-            raise ValueError(
-                f"{name} is the same parameter as {other}: stages cannot share an adapter; choose a method whose "
-                "layers have weights of their own."
-            )
 
 
 def resolve_adapters(config: Any, whole: PreTrainedModel, anatomy: Anatomy, name: str = "default") -> Adapters:

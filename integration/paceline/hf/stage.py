@@ -159,6 +159,21 @@ def require_whole(source: object) -> None:
         )
 
 
+def check_sharing(model: PreTrainedModel) -> None:
+    """Raise ValueError if two places of ``model`` have the same trained parameter, other than by its known ties: on two
+    stages it would become two."""
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    seen: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = seen.setdefault(parameter, name)
+        if other != name and parameter.requires_grad and name not in ties:
+            raise ValueError(
+                f"{name} is the same parameter as {other}, which stages cannot share: give each of them its own; for "
+                "a head tied to the embedding set tie_word_embeddings in the config before the model is made; of "
+                "adapters choose a method whose layers have weights of their own."
+            )
+
+
 def recompute_layers(model: PreTrainedModel, anatomy: Anatomy | None = None, layers: Container[int] = ()) -> None:
     """Have the activations of decoder layers computed again in the backward pass.
 

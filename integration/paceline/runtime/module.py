@@ -33,7 +33,16 @@ from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_
 from ..hf.quantised import check_trainable
 from ..hf.router import router_loss_of
 from ..hf.sliced_head import WHOLE_HEAD, Rows, check_head, rows_of
-from ..hf.stage import CUT, CausalLMStage, Cut, prune, recompute_layers, recomputed_layers, tied_weight
+from ..hf.stage import (
+    CUT,
+    CausalLMStage,
+    Cut,
+    check_sharing,
+    prune,
+    recompute_layers,
+    recomputed_layers,
+    tied_weight,
+)
 from ..hf.weights import is_pretrained, load_stage, skeleton
 from ..measure.profile_file import Profile
 from ..measure.tokens import tokens_of_sample
@@ -327,6 +336,7 @@ class CausalLMPipeline(PipelineModule):
             self.adapters = resolve_adapters(peft_config, whole, self.anatomy)
         else:
             self.adapters = adapters_of(whole, self.anatomy)
+        check_sharing(whole)
         self._injects = peft_config is not None
         self._compiled: CompiledForwards | None = None
         self.recomputed = frozenset(recomputed_layers(whole, self.anatomy))
