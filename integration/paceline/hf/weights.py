@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -25,7 +25,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from .anatomy import Anatomy, UnsupportedModelError, anatomy_of, refuse_known
 from .quiet_transformers import quiet
-from .stage import CausalLMStage, Cut, prune
+from .stage import CausalLMStage, Cut, prune, tied_weight
 from .weight_files import fault_in
 
 logger = logging.getLogger(__name__)
@@ -106,18 +106,21 @@ def load_stage(
 
     Raises:
         UnsupportedModelError: the model cannot be cut, or is to start from initial values that transformers lacks.
+        ValueError: head and embedding are tied by the config, and not in the files.
         OSError: a file of weights in the directory ``source`` is missing or damaged.
     """
     config = causal_config(config)
     refuse_known(config)
     model_class = model_class_of(config)
     anatomies: list[Anatomy] = []
+    ties: list[str | None] = []
 
     class Stage(model_class):  # type: ignore[misc, valid-type]
         def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             anatomy = anatomy_of(self, half_layers=half_layers, head_slices=head_slices)
             anatomies.append(anatomy)
+            ties.append(tied_weight(self, anatomy))
             prune(self, anatomy, cut)
 
         def initialize_weights(self) -> None:
@@ -146,6 +149,8 @@ def load_stage(
             raise
         raise OSError(f"{source}: the weights cannot be loaded: {fault}") from error
     missing = sorted(info["missing_keys"])
+    if source is not None and ties[-1] is not None and not (cut.first and cut.last):
+        _check_tie(source, model, anatomies[-1], cut, ties[-1], missing)
     if source is not None and missing:
         logger.error(  # of this rank's stage: other ranks' warnings are not shown
             "%s has no weights for %s%s: they start at random.",
@@ -157,6 +162,24 @@ def load_stage(
     if source is None:
         del model._weight_conversions  # says "loaded in its own format"; a new model is saved in the hub's
     return CausalLMStage(model, cut, anatomies[-1])
+
+
+def _check_tie(
+    source: str | Path, model: PreTrainedModel, anatomy: Anatomy, cut: Cut, embedding: str, missing: Sequence[str]
+) -> None:
+    """Raise ValueError if a checkpoint has not the one tensor, the embedding's, that first and last stage read."""
+    found, remedy = "", ""
+    if embedding in missing:
+        found = f"its files have no {embedding}"
+        remedy = "load it once with AutoModelForCausalLM.from_pretrained, and give what save_pretrained then writes"
+    elif cut.slices(anatomy) and tied_weight(model, anatomy) is None:  # transformers has undone the tie
+        found = "its files have another tensor for each of them"
+        remedy = 'write "tie_word_embeddings": false into its config.json'
+    if found:
+        raise ValueError(
+            f"{source}: its config ties the head to the embedding (tie_word_embeddings), and {found}, which stages "
+            f"cannot tell for each other: {remedy}."
+        )
 
 
 @contextmanager

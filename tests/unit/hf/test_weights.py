@@ -68,6 +68,34 @@ def test_another_error_stays_what_it_is(tmp_path: Path) -> None:
     assert "cannot be loaded" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("has_embedding", "told"),
+    [
+        (True, r'another tensor for each of them, .*write "tie_word_embeddings": false into its config\.json'),
+        (False, r"no model\.embed_tokens\.weight, .*load it once with AutoModelForCausalLM\.from_pretrained"),
+    ],
+    ids=["both", "head only"],
+)
+def test_files_that_do_not_have_the_tie_of_their_config(has_embedding: bool, told: str, tmp_path: Path) -> None:
+    """The one stage sees what another has: a whole model takes the head for both, or does not tie them."""
+    from safetensors.torch import load_file, save_file
+
+    model = load_stage(None, model_config(tie_word_embeddings=False), Cut.whole(LAYERS)).model
+    model.save_pretrained(tmp_path)
+    config = model_config(tie_word_embeddings=True)
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    if not has_embedding:
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    whole = load_stage(str(tmp_path), config, Cut.whole(LAYERS)).model
+    assert (whole.lm_head.weight is whole.model.embed_tokens.weight) is not has_embedding
+    cut = Cut(2, LAYERS, False, True) if has_embedding else Cut(0, 2, True, False)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}: its config ties the head .*{told}"):
+        load_stage(str(tmp_path), config, cut)
+
+
 def test_a_model_that_is_spread_over_devices_is_refused(tmp_path: Path) -> None:
     save_sharded(tmp_path)
     here = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.layers", "model.norm", "lm_head"], "cpu")
