@@ -260,3 +260,44 @@ def test_fine_tune_a_checkpoint_by_name_and_from_memory(tmp_path: Path) -> None:
     before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("start", "tuned"))
     changed = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
     assert all(changed)
+
+
+def tied_by_hand(folder: str) -> dict[str, list[float]]:
+    """Losses with head and embedding tied, or not, by the config and against it."""
+    from transformers import AutoModelForCausalLM
+
+    import paceline
+
+    losses = {}
+    for is_tied in (True, False):
+        for by_hand in (False, True):
+            model = AutoModelForCausalLM.from_config(model_config(tie_word_embeddings=is_tied != by_hand))
+            embedding = model.get_input_embeddings().weight
+            model.lm_head.weight = embedding if is_tied else torch.nn.Parameter(embedding.detach().clone())
+            generator = torch.Generator().manual_seed(0)
+            for parameter in model.parameters():
+                parameter.data.normal_(std=0.2, generator=generator)
+            engine, *_ = paceline.initialize(model=model, config=ds_config(2))
+            name = f"{is_tied} {by_hand}"
+            losses[name] = [engine.train_batch(iter(step_batches(step))).item() for step in range(3)]
+            paceline.export(engine.module, f"{folder}/{name}/live", engine.control)
+            engine.save_checkpoint(f"{folder}/{name}", "checkpoint")
+    return losses
+
+
+def test_head_and_embedding_are_one_weight_or_two_as_they_are_in_memory(tmp_path: Path) -> None:
+    """Whatever the config of the model in memory says: in training, in exports and in checkpoints."""
+    from transformers import AutoModelForCausalLM
+
+    from paceline.checkpoint.export import export_checkpoint
+
+    losses = run_ranks(tied_by_hand, 2, str(tmp_path))[0]
+    for is_tied in (True, False):
+        by_config, by_hand = (f"{is_tied} {way}" for way in (False, True))
+        assert losses[by_hand] == losses[by_config]
+        export_checkpoint(tmp_path / by_hand / "checkpoint", tmp_path / by_hand / "exported")
+        wanted = AutoModelForCausalLM.from_pretrained(tmp_path / by_config / "live").state_dict()
+        for written in ("live", "exported"):
+            found = AutoModelForCausalLM.from_pretrained(tmp_path / by_hand / written)
+            assert (found.lm_head.weight is found.model.embed_tokens.weight) is is_tied
+            assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.state_dict().items())

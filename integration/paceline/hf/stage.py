@@ -159,6 +159,18 @@ def require_whole(source: object) -> None:
         )
 
 
+def settle_tie(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    """Have the config of a model in memory say what head and embedding are by now: one weight, or two."""
+    head, embedding = model.get_output_embeddings(), anatomy.trunk_of(model).get_submodule(anatomy.embedding)
+    if head is None or not model._tied_weights_keys:
+        return
+    is_tied = getattr(bare(head), "weight", None) is bare(embedding).weight
+    said = bool(model.all_tied_weights_keys), bool(getattr(model.config, "tie_word_embeddings", False))
+    if said != (is_tied, is_tied):
+        model.config.tie_word_embeddings = is_tied
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys()
+
+
 def check_sharing(model: PreTrainedModel) -> None:
     """Raise ValueError if two places of ``model`` have the same trained parameter, other than by its known ties: on two
     stages it would become two."""
@@ -168,8 +180,7 @@ def check_sharing(model: PreTrainedModel) -> None:
         other = seen.setdefault(parameter, name)
         if other != name and parameter.requires_grad and name not in ties:
             raise ValueError(
-                f"{name} is the same parameter as {other}, which stages cannot share: give each of them its own; for "
-                "a head tied to the embedding set tie_word_embeddings in the config before the model is made; of "
+                f"{name} is the same parameter as {other}, which stages cannot share: give each of them its own; of "
                 "adapters choose a method whose layers have weights of their own."
             )
 

@@ -41,6 +41,7 @@ from ..hf.stage import (
     prune,
     recompute_layers,
     recomputed_layers,
+    settle_tie,
     tied_weight,
 )
 from ..hf.weights import is_pretrained, load_stage, skeleton
@@ -329,6 +330,8 @@ class CausalLMPipeline(PipelineModule):
         if head_slices > 1:
             check_slices(self.config, head_slices)
         self.anatomy = anatomy_of(whole, half_layers=half_layers, head_slices=head_slices)
+        if whole is source:
+            settle_tie(whole, self.anatomy)
         self.adapters: Adapters | None
         """PEFT's, of the whole model; None: the model itself is trained."""
         if peft_config is not None:
