@@ -229,21 +229,23 @@ def test_a_frozen_model_is_refused_on_every_rank(optimizer: str) -> None:
         run_ranks(frozen_model, 2, optimizer)
 
 
-def shared_weights() -> None:
+def shared_weights(stages: int) -> float:
     from transformers import AutoModelForCausalLM
 
     import paceline
 
     model = AutoModelForCausalLM.from_config(model_config())
     model.model.layers[3].mlp = model.model.layers[0].mlp
-    paceline.initialize(model=model, config=ds_config(2))
+    engine, *_ = paceline.initialize(model=model, config=ds_config(stages))
+    return float(engine.train_batch(iter(step_batches(0))))
 
 
 def test_weights_that_stages_would_share_are_refused() -> None:
     """Each stage would train its own."""
     told = "layers.3.mlp.gate_proj.weight is the same parameter as model.layers.0.mlp.gate_proj.weight, which stages ca"
     with pytest.raises(RankError, match=told):
-        run_ranks(shared_weights, 2)
+        run_ranks(shared_weights, 2, 2)
+    assert 0 < run_ranks(shared_weights, 1, 1)[0] < 10, "one stage has them once"
 
 
 def evaluated(stages: int) -> dict[str, Any]:

@@ -84,8 +84,8 @@ def export_checkpoint(
 
 
 def _check_replaces(target: Path, checkpoint: Checkpoint) -> None:
-    """Raise ValueError if ``target`` holds a model, or adapters, with another config than the checkpoint's, or the model
-    that its run began with."""
+    """Raise ValueError if ``target`` holds a model, or adapters, with another config than the checkpoint's, or the
+    model that its run began with."""
     if (checkpoint.meta.get("model") or {}).get("began_with") == str(target.resolve()):
         raise ValueError(
             f"{target} holds the model that the run began with: export to another directory, or replace it with "

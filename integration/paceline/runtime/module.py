@@ -339,7 +339,8 @@ class CausalLMPipeline(PipelineModule):
             self.adapters = resolve_adapters(peft_config, whole, self.anatomy)
         else:
             self.adapters = adapters_of(whole, self.anatomy)
-        check_sharing(whole)
+        if self.num_virtual_stages > 1 or self.adapters is not None:
+            check_sharing(whole)
         self._injects = peft_config is not None
         self._compiled: CompiledForwards | None = None
         self.recomputed = frozenset(recomputed_layers(whole, self.anatomy))
