@@ -127,7 +127,8 @@ def assert_alike(found: list[dict[str, Any]], plain: list[dict[str, Any]]) -> No
         assert ours["graphs"] > 0
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
         for key, tensor in theirs["state"].items():
-            torch.testing.assert_close(ours["state"][key], tensor, rtol=1e-4, atol=1e-5)
+            # Adam moves a weight of next to no gradient by as much as any other; rounding depends on the CPU.
+            torch.testing.assert_close(ours["state"][key], tensor, rtol=1e-4, atol=1e-4)
 
 
 @needs_compiler
