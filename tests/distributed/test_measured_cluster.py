@@ -114,6 +114,29 @@ def look() -> tuple[dict[str, int], dict[str, float], Cluster, Cluster]:
     return dict(taken), {name: count / times for name, count in calls.items()}, cluster, slowed
 
 
+def on_hosts(names: str) -> int:
+    """Devices of a host, where rank r is on that of its letter."""
+    import deepspeed
+
+    from paceline.comm.control import ControlPlane
+    from paceline.runtime import measured_cluster
+
+    deepspeed.init_distributed("gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured_cluster, "host_name", lambda: names[dist.get_rank()])
+        return measured_cluster.measure_cluster(ControlPlane.create(), torch.device("cpu"), 1e9).devices_per_node
+
+
+def on_hosts_in_turn(all_names: list[str]) -> list[int]:
+    return [on_hosts(names) for names in all_names]
+
+
+def test_neighbours_are_on_one_host_where_ranks_are_numbered_host_by_host() -> None:
+    """Slurm's cyclic distribution and ``mpirun --map-by node`` number them round the hosts."""
+    for found in run_ranks(on_hosts_in_turn, 4, ["aaaa", "aabb", "aaab", "abab", "abba"]):
+        assert found == [4, 2, 1, 1, 1]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_zero_1_is_measured_as_it_is_run(num_ranks: int) -> None:
     for taken, measured, cluster, slowed in run_ranks(look, num_ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ MANY_BUCKETS = 16
 def measure_cluster(control: ControlPlane, device: torch.device, memory_bytes: float) -> Cluster:
     """The links inside the first host, those between the first ranks of all hosts, and the optimizer's speed.
 
-    A host has as many devices as the one with fewest. Collective, and the same on all ranks.
+    A host has as many devices as the one with fewest; one, where ranks go round the hosts: neighbours are then on two
+    of them. Collective, and the same on all ranks.
 
     Args:
         device: of this rank.
@@ -46,9 +48,10 @@ def measure_cluster(control: ControlPlane, device: torch.device, memory_bytes: f
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
         found.append(mine[0] or Fabric())
+    is_in_order = sum(1 for _ in groupby(hosts)) == len(first_ranks)
     return Cluster(
         len(hosts),
-        min(Counter(hosts).values()),
+        min(Counter(hosts).values()) if is_in_order else 1,
         memory_bytes=memory_bytes,
         state_bytes_per_s=states,
         inside=found[0],
