@@ -123,6 +123,7 @@ CAPABILITIES: dict[str, Capability] = {
     "compiled layers": _pipeline(with_nccl=True, keys={"compile": True}),
     "compiled layers, split backwards": _pipeline(schedule="zbv", keys={"compile": True}),
     "recomputed layers": _pipeline(with_nccl=True, keys={"recompute": [1, 2]}),
+    "recomputed layers, split backwards": _pipeline(schedule="zbh1", keys={"recompute": [1, 2]}),
     "one_direction, error feedback": _pipeline(
         with_nccl=True, schedule={"type": "one_direction", "correction": "error_feedback"}, waits_for_device=True
     ),
