@@ -69,7 +69,7 @@ def test_as_json(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (b"", [], "is empty"),
         (b"\xff\n", [], "not UTF-8 text"),
         (b"{}\n", [], "loads.jsonl, line 1 is no window of expert loads"),
-        (b"[[1, 2]]\n", [], "(it is no object): remove it, or give a file of expert loads that a run has written."),
+        (b"[[1, 2]]\n", [], "(it is a list): remove it, or give a file of expert loads that a run has written."),
         (b"[" * 100_000 + b"\n", [], "line 1 is no window of expert loads (it is nested too deeply)"),
         (None, ["no-such-file"], "no-such-file: No such file or directory"),
         (None, ["-o", "loads.gif"], "choose one of these suffixes"),

@@ -182,8 +182,8 @@ def _read_file(path: Path) -> dict[str, list[Window]]:
 
 def _layers(values: Mapping[str, Any]) -> dict[str, Window]:
     """The layers of one line."""
-    if not isinstance(values, dict):
-        raise ValueError("it is no object")
+    if isinstance(values, list):
+        raise ValueError("it is a list")
     step, steps = (as_whole(key, values[key]) for key in ("step", "steps"))
     if step < 1 or steps < 1:
         raise ValueError(f"it has {steps} steps, the last is {step}: both are at least 1")
