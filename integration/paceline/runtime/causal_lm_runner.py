@@ -295,7 +295,7 @@ class CausalLMRunner(StageRunner):
         live.outputs = live.gradients = None
 
     def most_deferred_bytes(self, number: int) -> float | None:
-        """What is computed again keeps little before its backward, and leaves the factors of all its products."""
+        """Recomputed layers keep little before their backward, and leave the factors of all their products."""
         if not self._module.is_recomputed:
             return None
         shape, model = self._book.shapes[number], self._module.models[self._chunk]

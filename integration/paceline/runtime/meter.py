@@ -32,7 +32,7 @@ class Meter:
         self._deferred_bytes: dict[int, dict[int, float]] = {}
         """The same of one between the backward of the inputs and that of the weights."""
         self._most_deferred_bytes: dict[int, dict[int, float]] = {}
-        """What it would be at most, until it is measured."""
+        """The most that it can be, until it is measured."""
         self.measures_memory_of: int | None = None
         """Micro-batch size of which each chunk's next forward tells what it keeps, if that is not known."""
         self._module, self._device = module, device

@@ -255,7 +255,7 @@ def recomputing(micro_batches: int = 8) -> Workload:
 
 
 def test_backwards_of_recomputed_layers_are_split() -> None:
-    """What they recompute is with the gradients of inputs, and what they leave for later is all that a layer has."""
+    """Recomputing goes with the gradients of inputs; all that a layer has is left for later."""
     work, where = recomputing(), cluster(100_000)
     plan = plan_of(ALONE, work, where)
     assert isinstance(plan, Plan)
