@@ -6,6 +6,7 @@ The forward runs on tensors without contents. Where it asks one for a value, the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -148,21 +149,27 @@ def _run(
 
 
 def _factor_bytes(model: PreTrainedModel, tokens: int) -> float:
-    """Bytes of the rows that products with weights take and give, which the gradients of these weights are made of."""
+    """:func:`factor_bytes` of all products of a model, which the gradients of its weights are made of."""
     text: Any = model.config.get_text_config()
     rows = tokens * first_of(text, TOP_K)
-    found = 0.0
+    found: list[tuple[float, Tensor]] = []
     for path, module in model.named_modules():
         is_expert = EXPERTS in path.split(".")
         for parameter in module.parameters(recurse=False):
             if is_expert and parameter.dim() == 3:
-                count: float = rows
+                found.append((rows, parameter))
             elif parameter.dim() == 2 and isinstance(module, (nn.Linear, Conv1D)):
-                count = rows / first_of(text, NUM_EXPERTS) if is_expert else tokens
-            else:
-                continue
-            found += count * sum(parameter.shape[-2:]) * parameter.element_size()
-    return found
+                found.append((rows / first_of(text, NUM_EXPERTS) if is_expert else tokens, parameter))
+    return factor_bytes(found)
+
+
+def factor_bytes(products: Iterable[tuple[float, Tensor]]) -> float:
+    """Bytes of the rows that go into products and come out of them.
+
+    Args:
+        products: rows and weights of each: [D_out, D_in], or transposed, or a stack of these.
+    """
+    return sum(rows * sum(weight.shape[-2:]) * weight.itemsize for rows, weight in products)
 
 
 class SavedStorages:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.natural_gradient_keys import SIMPLE, NaturalGradientConfig
+from ..hf.activations import EXPERTS
 from ..hf.own_class import Own, become
 from .linear_layers import OwnLinear, is_linear
 from .linear_products import full_precision
@@ -35,8 +36,6 @@ MAX_ROWS = 1024
 MINIBATCHES_HISTORY = 10.0
 """Micro-batches that an estimate reaches back, unless the config says otherwise: language models have many rows each,
 and counted by the row all but the last micro-batch would be forgotten."""
-
-_EXPERTS = "experts"
 
 
 class NaturalGradients:
@@ -245,4 +244,4 @@ def called_with(module: nn.Module, path: str) -> nn.Module:
 def is_stack_of_experts(path: str, parameter: nn.Parameter) -> bool:
     """Whether a parameter, by its name, has the weights of several experts: [E, D_out, D_in], or transposed."""
     shape = getattr(parameter, "ds_shape", parameter.shape)
-    return len(shape) == 3 and _EXPERTS in path.split(".")
+    return len(shape) == 3 and EXPERTS in path.split(".")

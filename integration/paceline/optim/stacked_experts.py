@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from ..hf.activations import factor_bytes
 from ..hf.own_class import Own, become
 from .linear_layers import Deferral, Partial, deferrable
 from .linear_products import full_precision
@@ -115,11 +116,10 @@ def most_deferred_bytes(module: nn.Module, heads: Iterable[nn.Module] = (), *, t
         tokens: of a micro-batch.
         rows: those that the experts here get of them, counted once for each expert.
     """
-    linear = [layer.weight for layer in deferrable(module, heads)[0]]
-    stacks = [p for path, p in module.named_parameters() if is_stack_of_experts(path, p) and p.requires_grad]
-    widths = [(tokens, sum(weight.shape), weight.itemsize) for weight in linear]
-    widths += [(rows, sum(stack.shape[1:]), stack.itemsize) for stack in stacks]
-    return float(sum(count * width * itemsize for count, width, itemsize in widths))
+    linear = [(tokens, layer.weight) for layer in deferrable(module, heads)[0]]
+    named = module.named_parameters()
+    stacks = [(rows, p) for path, p in named if is_stack_of_experts(path, p) and p.requires_grad]
+    return factor_bytes([*linear, *stacks])
 
 
 class _Stack(NamedTuple):

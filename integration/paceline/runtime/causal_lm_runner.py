@@ -294,12 +294,11 @@ class CausalLMRunner(StageRunner):
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         live.outputs = live.gradients = None
 
-    def most_deferred_bytes(self, number: int) -> float | None:
+    def most_deferred_bytes(self) -> float | None:
         """Recomputed layers keep little before their backward, and leave the factors of all their products."""
         if not self._module.is_recomputed:
             return None
-        shape, model = self._book.shapes[number], self._module.models[self._chunk]
-        tokens = shape.batch * shape.length
+        model, tokens = self._module.models[self._chunk], max(shape.batch * shape.length for shape in self._book.shapes)
         rows = tokens * first_of(self._module.config.get_text_config(), TOP_K)
         return most_deferred_bytes(model, heads_of(model), tokens=tokens, rows=rows)
 

@@ -228,7 +228,7 @@ class Executor:
             held.boundary.pack_activation(live)
 
         self._meter.compute(FORWARD, number, run, chunk)
-        self._meter.may_defer(lambda: held.runner.most_deferred_bytes(number), chunk)
+        self._meter.may_defer(held.runner.most_deferred_bytes, chunk)
         if held.next_chunk is not None:
             behind = self._live[held.next_chunk, number] = Live()
             self.held[held.next_chunk].runner.arrived(behind, number, detached(held.runner.leaving(live)))

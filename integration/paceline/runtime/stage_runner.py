@@ -121,9 +121,9 @@ class StageRunner(ABC):
         with self._around.backward(completes, stage=self.stage, is_of_weights=True):
             deferred.run()
 
-    def most_deferred_bytes(self, number: int) -> float | None:
-        """Bytes that a backward of a micro-batch's inputs would leave for later at most, after its forward; None: as
-        many as it keeps before, or nobody knows."""
+    def most_deferred_bytes(self) -> float | None:
+        """Bytes that a backward of the inputs would leave for later at most, for any micro-batch of the step; None: as
+        many as are kept before, or nobody knows."""
         return None
 
     # -- the boundary
