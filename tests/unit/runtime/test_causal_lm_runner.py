@@ -47,3 +47,17 @@ def test_logits_that_an_evaluation_keeps_go_to_the_host_at_once(monkeypatch: pyt
     CausalLMRunner._inspect(runner, SimpleNamespace(labels=None), 0, logits, None)  # type: ignore[arg-type]
     assert fetched[0] is logits
     assert inspection.seen == [(None, {"logits": (logits, 3)})]
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_the_longest_micro_batch_tells_the_most_that_is_left_for_later(is_recomputed: bool) -> None:
+    """Of layers that keep all, nothing is told: they leave no more."""
+    shapes = [SimpleNamespace(batch=2, length=length) for length in (3, 7, 5)]
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2).requires_grad_(False)
+    )
+    config = SimpleNamespace(get_text_config=SimpleNamespace)
+    module = SimpleNamespace(is_recomputed=is_recomputed, models=[None, layers], config=config)
+    runner: Any = SimpleNamespace(_module=module, _chunk=1, _book=SimpleNamespace(shapes=shapes))
+    most = CausalLMRunner.most_deferred_bytes(runner)
+    assert most == (2 * 7 * (4 + 8) * 4 if is_recomputed else None)
