@@ -285,8 +285,9 @@ def plan_stages(
             measured = _with_halves(measured, hf_config, control, shape, peft_config)
         if may_slice:
             measured = _with_slices(measured, hf_config, control, options, kept)
-        chosen = _chosen(hf_config, control, options, usual, measured, begun, kept)
         WATCH.idle()
+        with WATCH.pause("planning the stages"):  # the first rank plans as long as it takes
+            chosen = _chosen(hf_config, control, options, usual, measured, begun, kept)
     except Exception as error:
         if not is_shared(error):
             raise
