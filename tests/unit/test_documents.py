@@ -87,6 +87,15 @@ def test_json_is_valid(block: str) -> None:
         PacelineConfig.of(value)
 
 
+def test_every_key_of_the_section_is_in_a_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    keys = {key for part in (schema, *schema["$defs"].values()) for key in part.get("properties", {})}
+    told = "".join(text_of(document) for document in DOCUMENTS if document != "CHANGELOG.md")
+    assert len(keys) > 50
+    assert sorted(key for key in keys if not re.search(rf"[`\"]{key}[`\"]", told)) == []
+
+
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python_is_valid(block: str) -> None:
     ast.parse(block.replace("…", "..."))
@@ -115,6 +124,52 @@ def exit_code(words: list[str]) -> Any:
 def test_commands_are_understood(line: str) -> None:
     """Their flags are those of the command; whether the files are there is not asked."""
     assert exit_code(shlex.split(line, comments=True)[1:]) == 0
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_scripts_of_the_tests_have_the_flags_that_documents_give(document: str) -> None:
+    """Benchmarks and tools, in blocks and in sentences: a command ends with its line, or with its backtick."""
+    text = text_of(document).replace("\\\n", " ")
+    spans = re.findall(r"`([^`]+)`", BLOCK.sub("", text))
+    lines = [line for _, _, block in BLOCK.findall(text) for line in block.splitlines()]
+    lines += re.findall(r"^ {4}.*$", BLOCK.sub("", text), re.MULTILINE)
+    missing = []
+    for command in (*spans, *lines):
+        script, given = re.search(r"tests/(?:benchmarks|gpu|support)/\w+\.py", command), ""
+        if script is not None:
+            source, given = (REPOSITORY / script[0]).read_text(), command[script.end() :]
+            flags = re.findall(r"(?<!\S)--[a-z][\w-]*", given)
+            missing += [(script[0], flag) for flag in flags if f'"{flag}"' not in source]
+    assert missing == []
+
+
+def test_documents_count_gpu_tests_as_their_records_do() -> None:
+    records = (REPOSITORY / "tests/benchmarks/results").glob("gpu*.json")
+    tests = [test for record in records for test in json.loads(record.read_text())["tests"].items()]
+    passed = {name for name, test in tests if test["outcome"] == "passed"}
+    over_nccl = sum(name.startswith("tests/gpu/test_nccl.py") for name in passed)
+    told = [" ".join(text_of(document).split()) for document in ("README.md", "tests/benchmarks/README.md")]
+    totals = [re.findall(rf"{len(passed)} of the (\d+) (?:GPU )?tests have passed", text) for text in told]
+    assert len(totals[0]) == 1
+    assert totals[0] == totals[1]
+    nccl = (*told, " ".join(text_of("integration/paceline/runtime/README.md").split()))
+    assert all(re.search(rf"\b{over_nccl} (?:tests use|of them over|tests over) NCCL", text) for text in nccl)
+
+
+@pytest.mark.parametrize("name", ["migration_pause", "migration_pause_experts", "migration_pause_plain"])
+def test_pauses_of_moves_are_those_that_were_measured(name: str) -> None:
+    """All tables have the same columns: a pause is all the time for which training stands still."""
+    runs = json.loads((REPOSITORY / f"tests/benchmarks/{name}.json").read_text())["runs"]
+
+    def pause(run: dict[str, Any]) -> str:
+        share = 100 * run["waited_share"]
+        return f"{run['seconds']:.2f} ({share:.{int(share < 10)}f}%)"
+
+    rows = [
+        f"| {now['bytes_take_s']:.2f} | {pause(now)} | {pause(ahead)} | {ahead['step_after_s']:.2f} |"
+        for now, ahead in zip(runs[::2], runs[1::2], strict=True)
+    ]
+    assert [row for row in rows if row not in text_of("tests/benchmarks/README.md")] == []
 
 
 def simulations() -> list[Any]:
