@@ -83,8 +83,10 @@ def initialize(
             * a ``PipelineModule``: run by :class:`PacelineEngine`;
             * any other module: given to DeepSpeed as it is, and run by an engine of ours if the ``"paceline"`` section
               has something for it: ``"moe"``, ``"natural_gradient"``, ``"max_change"``, ``"averaging"``.
-        config: path or dict of the DeepSpeed JSON, with its ``"paceline"`` section; or the plan that it has been
-            resolved to, for a pipeline that was built as it says.
+        training_data: a data set with a length, not a stream.
+        config: path or dict of the DeepSpeed JSON, with its ``"paceline"`` section, and numbers in place of ``"auto"``:
+            there is no command line to fill it from. Or the plan that the JSON has been resolved to, for a pipeline
+            that was built as it says.
         lr_scheduler: a function, ``lambda optimizer: StepLR(optimizer, 100)``, called with the optimizer that trains;
             or a scheduler over ``optimizer``. One over another would never act, and is refused.
 
@@ -96,7 +98,7 @@ def initialize(
 
     Example::
 
-        engine, *_ = paceline.initialize(model="Qwen/Qwen3-0.6B", config="pp2.json")
+        engine, *_ = paceline.initialize(model="Qwen/Qwen3-0.6B", config="ds.json")
         loss = engine.train_batch(iter(loader))  # batches with input_ids, labels, attention_mask, …
     """
     source = config if config is not None else config_params

@@ -263,6 +263,7 @@ class CausalLMPipeline(PipelineModule):
         half_layers: decoder layers may be cut between attention and MLP: boundaries count halves of layers.
         head_slices: parts that the head may be cut into, by rows of the vocabulary: boundaries count them. A rank has
             read, or drawn, the whole head before it keeps its rows. Layers then stay on their stages.
+        config: of the model, where it has been read, or changed, already; None: that of ``source``.
         peft_config: of PEFT: adapters that are put into the model, and are all that is trained of it. They are drawn
             from ``seed`` by name: the same for every number of stages. Not for a model in memory.
         routes: device of each stage, one route a direction, as of :class:`~paceline.schedules.Schedule`; None: one

@@ -35,8 +35,9 @@ class PipelineModule(stock.PipelineModule):
               matches counts, none: 0; the heaviest stage becomes as light as can be;
             * ``"hetero"``: what a layer takes by the speed of its stage's device. A layer takes what its profile says,
               or as much as it has parameters; how fast devices are the profile says, or a short matrix product does.
-        routes: one route, the device of each stage, where a device has several of them, as the schedules
-            ``"interleaved"`` and ``"dualpipev"`` need it; see :func:`~paceline.schedules.families.chunked_route`.
+        routes: one route, the device of each stage, where a device has several of them, as ``"interleaved"``,
+            ``"dualpipev"``, ``"zbv"`` and the other schedules of several stages a device need it; see
+            :func:`~paceline.schedules.families.chunked_route`.
         partition_profile: a file of ``paceline profile`` for ``"hetero"``, of as many items as there are layers. Its
             devices count if there are as many as stages.
 

@@ -567,9 +567,16 @@ class PipelineTraining(_Trainer):
 
 
 class PacelineTrainer(PipelineTraining, Trainer):
-    """``transformers.Trainer``, with pipelines::
+    """``transformers.Trainer``; with ``"paceline": {"pipeline": …}`` in the DeepSpeed JSON its model is a pipeline.
 
-    trainer = PacelineTrainer(model=model, args=TrainingArguments(deepspeed="ds_configs/pp2.json", ...), ...)
+    Example::
+
+        args = TrainingArguments(deepspeed="ds_configs/pp2.json", gradient_accumulation_steps=8, ...)
+        trainer = PacelineTrainer(model=model, args=args, train_dataset=..., eval_dataset=...)
+        trainer.train()
+
+    Raises:
+        ValueError: the JSON asks for a pipeline and the script for what none can do.
     """
 
 
