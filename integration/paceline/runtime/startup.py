@@ -143,20 +143,8 @@ def plan_for(
     if head_slices(section) > 1:
         check_slices(hf_config, head_slices(section))
     model = skeleton(hf_config)
-    text = hf_config.get_text_config()
-    num_layers = anatomy_of(model).num_layers
-    world_size = dist.get_world_size()
-    device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
-    room: _Room = {
-        "world_size": world_size,
-        "num_layers": num_layers,
-        "state_bytes": (STATE_BYTES if peft_config is None else FROZEN_BYTES) * parameters_of_rank(model, ds_config),
-        "device_bytes": plannable_bytes(device, ranks_sharing(device)),
-    }
-    # Ranks see different amounts of free memory: the least of all decides.
-    least = torch.tensor([room["device_bytes"]], dtype=torch.int64, device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    room["device_bytes"] = int(least)
+    room = _room(model, ds_config, STATE_BYTES if peft_config is None else FROZEN_BYTES)
+    world_size, num_items = room["world_size"], room["num_layers"] + 2
 
     def filled(config: Mapping[str, object], max_steps: int | None, section: PacelineConfig = section) -> RunPlan:
         stages, _ = resolve_stages(section, config, **room)
@@ -164,11 +152,11 @@ def plan_for(
             config,
             args,
             data_parallel=world_size // stages,
-            hidden_size=text.hidden_size,
+            hidden_size=hf_config.get_text_config().hidden_size,
             max_steps=max_steps,
             given=given,
         )
-        return resolve(complete, num_items=num_layers + 2, section=section, **room)
+        return resolve(complete, num_items=num_items, section=section, **room)
 
     without_schedule = {key: value for key, value in ds_config.items() if key != "scheduler"}
     is_quantised = is_quantised or getattr(hf_config, "quantization_config", None) is not None
@@ -181,42 +169,35 @@ def plan_for(
         fitting if is_open else (),
         unasked=plans_unasked,
     )
-    another = None if usual.section.pipeline.stages == section.pipeline.stages else usual
-    planned, samples = None, usual.chosen.get(TRAIN_BATCH)
-    options: dict[Stages, RunPlan] = {}
     recomputes = gradient_checkpointing or bool(value_at(usual.ds_config, "pipeline.activation_checkpoint_interval"))
-    had_halves = kept is not None and kept.get(HALVES) is True
-    may_halve = may_plan_halves(section) and (plans_unasked or had_halves or asks_for_halves(section))
-    may_halve = may_halve and _goes("in halves of layers", halves_excluded(usual), is_asked=asks_for_halves(section))
-    had_slices = kept is not None and kept.get(SLICES, 1) != 1
-    may_slice = may_plan_slices(section) and (plans_unasked or had_slices or asks_for_slices(section))
-    if may_slice:
-        why_not = "the loss is not the model's own" if has_own_loss else ""
-        if peft_config is not None and _has_adapted_head(hf_config, peft_config):
-            why_not = why_not or "adapters are in the head"
-        why_not = why_not or slices_excluded(usual, HEAD_SLICES)
-        may_slice = _goes("with slices of the head", why_not, is_asked=asks_for_slices(section))
-    for path, had, may in ((HALVES, had_halves, may_halve), (SLICES, had_slices, may_slice)):
-        if kept is not None and had and not may:
-            kept = {key: value for key, value in kept.items() if key != path}
-    if kept is not None and recomputes:  # what this start asks for goes before the one before
-        kept = {path: value for path, value in kept.items() if path != PATH}
+    planned: RunPlan | None = None
     if is_open:
-        counts = {usual.stages}
-        if not has_stages(section, ds_config):
-            counts |= set(fitting)
-            counts |= set() if kept is None else {stages_kept(kept).num_stages}  # though less memory may be free by now
-        chunks = (1, 2) if may_have_chunks(section) else (1,)
-        if is_planned(uncut(section), ds_config, unasked=plans_unasked):
-            options = _options(without_schedule, usual, section, filled, sorted(counts), chunks)
-        else:  # finer cuts alone are planned, for the stages and the schedule that there are without
-            options = {stages_of(usual): usual}
+        cuts = _finer_cuts(
+            section, usual, kept, hf_config, peft_config, unasked=plans_unasked, has_own_loss=has_own_loss
+        )
+        kept = _kept_that_goes(kept, cuts, recomputes=recomputes)
+        options = _options(without_schedule, usual, section, filled, fitting, kept, unasked=plans_unasked)
         if kept is not None and stages_kept(kept) not in options:
             if dist.get_rank() == 0:
                 logger.warning(
                     "plan: the checkpoint's %s do not go with these flags and JSON: chosen anew", stages_kept(kept).text
                 )
             kept = None
+        if len(options) == 1 and kept is not None and len(kept) > 1:
+            planned = as_before(options, kept)
+        elif len(options) > 1 or (options and cuts.are_asked and max(options).num_stages > 1):
+            shape = Shape(
+                dtype_of(usual.ds_config),
+                usual.micro_batch_size,
+                tokens_of_sample(sequence_length, hf_config),
+                recomputes,
+                usual.half_layers,
+            )
+            planned = plan_stages(
+                *(hf_config, control, options, usual, shape, peft_config, kept),
+                may_halve=cuts.halves,
+                may_slice=cuts.slices,
+            )
     elif (section.pipeline.stages == PLAN or asks_for_less(section)) and dist.get_rank() == 0:
         logger.warning(
             "plan: paceline.pipeline.stages, half_layers, head_slices or schedule.chunks is "
@@ -225,22 +206,11 @@ def plan_for(
             "it starts with %d",
             usual.stages,
         )
-    asks_for_cuts = (asks_for_halves(section) and may_halve) or (asks_for_slices(section) and may_slice)
-    if len(options) == 1 and kept is not None and len(kept) > 1:
-        planned = as_before(options, kept)
-    elif len(options) > 1 or (options and asks_for_cuts and max(options).num_stages > 1):
-        shape = Shape(
-            dtype_of(usual.ds_config),
-            usual.micro_batch_size,
-            tokens_of_sample(sequence_length, hf_config),
-            recomputes,
-            usual.half_layers,
-        )
-        planned = plan_stages(
-            *(hf_config, control, options, usual, shape, peft_config, kept), may_halve=may_halve, may_slice=may_slice
-        )
+
+    taken = usual if planned is None else planned
+    # As many stages as were found, where the fewest do not go with the JSON.
+    is_another = planned is None and usual.section.pipeline.stages != section.pipeline.stages
     if planned is not None:
-        section = planned.section
         ds_config = {**ds_config, TRAIN_BATCH: planned.train_batch_size, MICRO_BATCH: planned.micro_batch_size}
         if args is None and planned.data_parallel > usual.data_parallel and dist.get_rank() == 0:
             logger.warning(
@@ -249,32 +219,107 @@ def plan_for(
                 "paceline.pipeline.stages to keep their number",
                 planned.data_parallel,
             )
-        usual = planned
-    elif another is not None:
-        section = another.section
-    max_steps = num_steps(usual) if num_steps is not None else None
-    resolved = filled(ds_config, max_steps, section)
+    section = section if planned is None and not is_another else taken.section
+    resolved = filled(ds_config, num_steps(taken) if num_steps is not None else None, section)
     _check_precision(resolved.ds_config)
     _check_said_once(resolved, recomputes=recomputes)
     if peft_config is not None:
-        try:
-            without_memory(peft_config, model, anatomy_of(model))
-            # One share for all stages: an embedding or a head that is trained whole is not to be spread over them.
-            if resolved.recompute == FIT or not getattr(peft_config, "modules_to_save", None):
-                resolved = replace(resolved, trained=trained_share(model))
-        except NeedsValuesError:  # adapters that cannot be made without memory count as the whole model
-            if resolved.recompute == FIT:
-                raise
+        resolved = _with_adapters(resolved, peft_config, model)
     if planned is not None:
+        samples = usual.chosen.get(TRAIN_BATCH)
         of_batch = {} if samples is None else {TRAIN_BATCH: samples}
         resolved = replace(resolved, chosen=of_batch | resolved.chosen | planned.chosen)
         resolved = replace(resolved, pool=planned.pool, planned=planned.planned)
-    elif another is not None:
-        resolved = replace(resolved, chosen={STAGES: Choice(another.stages, FEWEST_THAT_GO), **resolved.chosen})
+    elif is_another:
+        resolved = replace(resolved, chosen={STAGES: Choice(usual.stages, FEWEST_THAT_GO), **resolved.chosen})
     if dist.get_rank() == 0:
         for path, choice in resolved.chosen.items():
             logger.info("chosen: %s = %s (%s)", path, json.dumps(choice.value), choice.why)
         logger.info("config: %s", json.dumps(resolved.ds_config, default=str))
+    return resolved
+
+
+def _room(model: PreTrainedModel, ds_config: Mapping[str, object], bytes_each: int) -> _Room:
+    """Collective. Ranks see different amounts of free memory: the least of all decides.
+
+    Args:
+        bytes_each: of a parameter's states.
+    """
+    device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+    least = torch.tensor([plannable_bytes(device, ranks_sharing(device))], dtype=torch.int64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return {
+        "world_size": dist.get_world_size(),
+        "num_layers": anatomy_of(model).num_layers,
+        "state_bytes": bytes_each * parameters_of_rank(model, ds_config),
+        "device_bytes": int(least),
+    }
+
+
+class _FinerCuts(NamedTuple):
+    """Whether a plan may end stages within decoder layers, and have stages share the head."""
+
+    halves: bool
+    slices: bool
+    are_asked: bool
+    """The section asks for one of those that may be."""
+
+
+def _finer_cuts(
+    section: PacelineConfig,
+    usual: RunPlan,
+    kept: Mapping[str, object] | None,
+    hf_config: PretrainedConfig,
+    peft_config: PeftConfig | None,
+    *,
+    unasked: bool,
+    has_own_loss: bool,
+) -> _FinerCuts:
+    """The arguments are those of :func:`plan_for`."""
+    kept = kept or {}
+    asks_halves, asks_slices = asks_for_halves(section), asks_for_slices(section)
+    halves = may_plan_halves(section) and (unasked or asks_halves or kept.get(HALVES) is True)
+    if halves:
+        halves = _goes("in halves of layers", halves_excluded(usual), is_asked=asks_halves)
+    slices = may_plan_slices(section) and (unasked or asks_slices or kept.get(SLICES, 1) != 1)
+    if slices:
+        why_not = "the loss is not the model's own" if has_own_loss else ""
+        if peft_config is not None and _has_adapted_head(hf_config, peft_config):
+            why_not = why_not or "adapters are in the head"
+        why_not = why_not or slices_excluded(usual, HEAD_SLICES)
+        slices = _goes("with slices of the head", why_not, is_asked=asks_slices)
+    return _FinerCuts(halves, slices, (asks_halves and halves) or (asks_slices and slices))
+
+
+def _kept_that_goes(
+    kept: Mapping[str, object] | None, cuts: _FinerCuts, *, recomputes: bool
+) -> Mapping[str, object] | None:
+    """What the run before had planned, but for what does not go any more."""
+    if kept is None:
+        return None
+    gone = {PATH} if recomputes else set()  # what this start asks for goes before the one before
+    if not cuts.halves and kept.get(HALVES) is True:
+        gone.add(HALVES)
+    if not cuts.slices and kept.get(SLICES, 1) != 1:
+        gone.add(SLICES)
+    return {path: value for path, value in kept.items() if path not in gone}
+
+
+def _with_adapters(resolved: RunPlan, peft_config: PeftConfig, model: PreTrainedModel) -> RunPlan:
+    """With the share of the parameters that is trained, where it is the same on all stages.
+
+    Raises:
+        ValueError: layers are to be recomputed as it takes, and the adapters cannot be counted.
+    """
+    try:
+        without_memory(peft_config, model, anatomy_of(model))
+    except NeedsValuesError:  # adapters that cannot be made without memory count as the whole model
+        if resolved.recompute == FIT:
+            raise
+        return resolved
+    # An embedding or a head that is trained whole is not to be spread over all stages.
+    if resolved.recompute == FIT or not getattr(peft_config, "modules_to_save", None):
+        return replace(resolved, trained=trained_share(model))
     return resolved
 
 
@@ -293,21 +338,33 @@ def _options(
     usual: RunPlan,
     section: PacelineConfig,
     filled: Callable[[Mapping[str, object], int | None, PacelineConfig], RunPlan],
-    stages: Iterable[int],
-    chunks: Iterable[int],
+    fitting: Iterable[int],
+    kept: Mapping[str, object] | None,
+    *,
+    unasked: bool,
 ) -> dict[Stages, RunPlan]:
     """Plans by stages, with the same samples a step in micro-batches of the same size.
 
     A schedule that is left out is ``"adaptive"``, where nothing excludes it; several chunks have no other. Where one
     number of stages is left, that of chunks alone is no choice that a run makes unasked.
+
+    Args:
+        fitting: numbers of stages that leave room on the devices.
     """
+    if not is_planned(uncut(section), ds_config, unasked=unasked):
+        return {stages_of(usual): usual}  # finer cuts alone are planned, for what there is without
+    counts = {usual.stages}
+    if not has_stages(section, ds_config):
+        counts |= set(fitting)
+        counts |= set() if kept is None else {stages_kept(kept).num_stages}  # though less memory may be free by now
+    chunks = (1, 2) if may_have_chunks(section) else (1,)
     same = {**ds_config, TRAIN_BATCH: usual.train_batch_size, MICRO_BATCH: usual.micro_batch_size}
     schedule = section.pipeline.schedule
     tuned = ScheduleConfig(type="adaptive") if schedule is None else schedule
     found: dict[Stages, RunPlan] = {}
     refused: dict[Stages, str] = {}
     tried: list[ScheduleConfig | None]
-    for shape in map(Stages._make, product(stages, chunks)):
+    for shape in map(Stages._make, product(sorted(counts), chunks)):
         if shape.chunks > 1:
             tried = [tuned.model_copy(update={"chunks": shape.chunks})] if shape.num_stages > 1 else []
         elif schedule is None:
