@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from paceline.comm.launcher_variables import translate
 from paceline.doctor import finding, installation, job_checks
 from paceline.doctor.finding import PROBLEM, Finding
 from paceline.doctor.meeting import Place, Unmet, deadline, exchange, meet
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--timeout is {args.timeout:g}: give seconds, {_LEAST_TIMEOUT_S:g} at least.")
     if args.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
+    translate(os.environ)
     try:
         place = Place.of(os.environ)
     except Unmet as unmet:

@@ -22,6 +22,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from paceline.comm.launcher_variables import translate
 from paceline.comm.single_process import become_a_world, is_alone
 from paceline.doctor.meeting import Place, Unmet
 from paceline.imports import few_collections
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # gloo and datasets threads would fight over the cores that the ranks compute on.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    translate(os.environ)
     if is_alone(os.environ):
         become_a_world(os.environ)
     elif absent := _absent_variables():

@@ -425,4 +425,28 @@ def test_a_plain_loop_is_told_of_train_batch() -> None:
     assert all("call engine.train_batch(iterator)" in text for text in told)
 
 
+OF_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+
+
+def started_by_mpirun() -> list[float]:
+    import paceline
+
+    for name, other in OF_MPI.items():
+        os.environ[other] = os.environ.pop(name)
+    del os.environ["MASTER_ADDR"]  # all are on this host
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(paceline={"pipeline": {"stages": 2}}))
+    return [engine.global_rank, engine.train_batch(iter(step_batches(0))).item()]
+
+
+def test_ranks_that_mpirun_has_started_meet_by_its_variables() -> None:
+    (first, loss), (second, other_loss) = run_ranks(started_by_mpirun, 2)
+    assert (first, second) == (0, 1)
+    assert loss == other_loss
+
+
 assert LAYERS == 4, "the explicit partitions above cut four layers"

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..comm.control import ControlPlane
 from ..comm.groups import end_left_groups, end_with, groups_here
+from ..comm.launcher_variables import translate
 from ..comm.single_process import become_a_world, is_alone
 from ..comm.staging import share_gpu, shares_gpu
 from ..config import (
@@ -225,12 +226,16 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
 def start_distributed(**kwargs: Any) -> None:
     """``deepspeed.init_distributed`` without the C++ build that DeepSpeed starts with on a CPU.
 
-    A process that no launcher has started is a world of one rank. Where this node has more ranks than GPUs, ranks share
-    them, and the backend is gloo.
+    A process that no launcher has started is a world of one rank; one that mpirun or srun has started meets the others
+    by what these say. Where this node has more ranks than GPUs, ranks share them, and the backend is gloo.
     """
-    if not dist.is_initialized() and is_alone(os.environ):
-        become_a_world(os.environ)
-        logger.info("no launcher has started this process: it is the only rank (torchrun and deepspeed start several)")
+    if not dist.is_initialized():
+        translate(os.environ)
+        if is_alone(os.environ):
+            become_a_world(os.environ)
+            logger.info(
+                "no launcher has started this process: it is the only rank (torchrun and deepspeed start several)"
+            )
     if os.environ.get("LOCAL_RANK", "0") == "0":
         warn_of_locks()
     if shares_gpu():
