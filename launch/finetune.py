@@ -267,5 +267,8 @@ def _stop_all(code: int, text: str) -> None:
 
 
 if __name__ == "__main__":
+    if not __package__:  # started by its path: files beside it have names of the standard library (profile, trace)
+        beside = os.path.dirname(os.path.realpath(__file__))
+        sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != beside]
     # Not sys.exit: after an error, threads of gloo or NCCL may still wait for a peer that is gone.
     end_process(main())

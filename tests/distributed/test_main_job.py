@@ -150,6 +150,22 @@ def test_python_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.launcher
+def test_a_script_by_its_path() -> None:
+    """As `deepspeed --launcher slurm` starts it; files beside it are named as those of the standard library."""
+    environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parents[2] / "launch" / "finetune.py"), "--model_type", "nope"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment | RANK_ENVIRONMENT,
+    )
+    assert (done.returncode, "--model_type nope: transformers has no such type" in done.stderr) == (2, True), (
+        done.stderr
+    )
+
+
+@pytest.mark.launcher
 def test_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("def f(x):\n    return x\n" * 1000)
     prefix = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
