@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from support.jobs import LAYERS, ds_config, model_config, step_batches
-from support.ranks import RankError, run_ranks
+from support.ranks import RankError, as_if_by_mpirun, run_ranks
 
 
 class Block(nn.Module):
@@ -425,20 +425,10 @@ def test_a_plain_loop_is_told_of_train_batch() -> None:
     assert all("call engine.train_batch(iterator)" in text for text in told)
 
 
-OF_MPI = {
-    "RANK": "OMPI_COMM_WORLD_RANK",
-    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-}
-
-
 def started_by_mpirun() -> list[float]:
     import paceline
 
-    for name, other in OF_MPI.items():
-        os.environ[other] = os.environ.pop(name)
-    del os.environ["MASTER_ADDR"]  # all are on this host
+    as_if_by_mpirun()
     engine, *_ = paceline.initialize(model=model_config(), config=ds_config(paceline={"pipeline": {"stages": 2}}))
     return [engine.global_rank, engine.train_batch(iter(step_batches(0))).item()]
 

@@ -20,7 +20,7 @@ import torch
 
 from support.jobs import BATCH, LENGTH, model_config
 from support.pages import check_page
-from support.ranks import OF_A_LAUNCHER, RANK_ENVIRONMENT, RankError, free_port, run_ranks
+from support.ranks import OF_A_LAUNCHER, RANK_ENVIRONMENT, RankError, as_if_by_mpirun, free_port, run_ranks
 
 SCRIPT = Path(__file__).parents[1] / "support" / "clm_script.py"
 TWO_LINES = {
@@ -345,6 +345,19 @@ def test_of_several_evaluation_sets_the_first_has_the_held_out_loss(tmp_path: Pa
 def test_ranks_without_gpus_are_counted_without_use_cpu(alone: Trained, tmp_path: Path) -> None:
     """transformers takes each of them for the only one, and they would log and save twice."""
     found = run_ranks(train, 2, str(tmp_path), pipeline(2), changes={"use_cpu": False})
+    for rank in found:
+        assert_same(rank, alone.ranks[0])
+    assert [rank["ranks"] for rank in found] == [(2, 0), (2, 1)]
+
+
+def train_under_mpirun(directory: str) -> Any:
+    as_if_by_mpirun()
+    return train(directory, pipeline(2), changes={"use_cpu": False})
+
+
+def test_ranks_that_mpirun_has_started_are_counted(alone: Trained, tmp_path: Path) -> None:
+    """transformers takes each of them for the only one, too."""
+    found = run_ranks(train_under_mpirun, 2, str(tmp_path))
     for rank in found:
         assert_same(rank, alone.ranks[0])
     assert [rank["ranks"] for rank in found] == [(2, 0), (2, 1)]

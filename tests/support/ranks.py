@@ -52,6 +52,14 @@ RANK_ENVIRONMENT = {
 OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a process that was started by itself does not see."""
 
+OF_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+"""Open MPI's names of them; all ranks are on this host, and where rank 0 is it does not say."""
+
 _SERVER_ENVIRONMENT = {
     **RANK_ENVIRONMENT,
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow would start a thread, and the server must have none
@@ -64,6 +72,13 @@ PATIENCE_S = float(os.environ.get("PACELINE_TESTS_PATIENCE_S", "900"))
 
 _ANSWER_S = 60.0
 """Until a rank that hangs has written its stacks."""
+
+
+def as_if_by_mpirun() -> None:
+    """On a rank, before it joins the others: nothing but what Open MPI sets, and a port."""
+    for name, other in OF_MPI.items():
+        os.environ[other] = os.environ.pop(name)
+    del os.environ["MASTER_ADDR"]
 
 
 class RankError(RuntimeError):

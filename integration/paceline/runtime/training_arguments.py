@@ -15,6 +15,7 @@ from accelerate.utils import DeepSpeedPlugin
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+from ..comm.launcher_variables import translate
 from ..config import accelerates_ds_config, accelerates_precision, read_ds_config
 
 
@@ -24,6 +25,8 @@ def count_ranks(args: TrainingArguments) -> None:
     Raises:
         ValueError: they count other ranks than there are, and not for want of ``use_cpu``.
     """
+    if args.deepspeed and not dist.is_initialized():
+        translate(os.environ)
     num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if args.world_size == num_ranks:
         return
