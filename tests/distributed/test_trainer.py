@@ -714,6 +714,12 @@ def test_what_a_pipeline_cannot_do_is_said_at_the_start(tmp_path: Path) -> None:
         ),
         ({"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches of accelerator_config is True and"),
         (
+            {"dataloader_num_workers": 2, "dataloader_in_order": False},
+            {},
+            "dataloader_in_order is False and .* read the same batches, and workers .*; leave one of them out",
+        ),
+        ({"dataloader_in_order": False}, {}, ""),  # without workers batches come in order
+        (
             {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"determinism_check": "none"}},
             {},
             r"[a-z]+_checkpointing_kwargs has \{'determinism_check': 'none'\} and .*; leave it out .* \"recompute\" in",

@@ -78,6 +78,11 @@ def refused(trainer: Trainer, mixin: type) -> str:
     for value, name, why in named:
         if value:
             return f"{name} is {value!r} and {ASKED}: {why}; leave one of them out."
+    if args.dataloader_num_workers and not getattr(args, "dataloader_in_order", True):
+        return (
+            f"dataloader_in_order is False and {ASKED}: the first and the last stage read the same batches, and "
+            "workers would hand them out as they happen to be ready; leave one of them out."
+        )
     if args.label_names not in (None, ["labels"]):
         return f"label_names is {args.label_names!r} and {ASKED}: a pipeline has 'labels' only; leave one of them out."
     sizes = vars(getattr(trainer.accelerator, "parallelism_config", None) or object).items()
