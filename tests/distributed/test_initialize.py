@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lab.hosts import Hosts, available, enter
 from support.jobs import LAYERS, ds_config, model_config, step_batches
 from support.ranks import RankError, as_if_by_mpirun, run_ranks
 
@@ -440,3 +441,20 @@ def test_ranks_that_mpirun_has_started_meet_by_its_variables() -> None:
 
 
 assert LAYERS == 4, "the explicit partitions above cut four layers"
+
+
+def start_on_host(hosts: list[str], address: str) -> None:
+    """As the only rank of one of these hosts, whose name leads to the loopback."""
+    from paceline.runtime.initialize import start_distributed
+
+    enter(hosts[int(os.environ["RANK"])])
+    os.environ.update(MASTER_ADDR=address, GLOO_SOCKET_IFNAME="lo")
+    start_distributed()
+
+
+@pytest.mark.skipif(bool(available()), reason=available())
+def test_ranks_that_meet_and_do_not_reach_each_other_are_told_the_remedy() -> None:
+    """Gloo alone says that a connection to 127.0.0.1 was refused."""
+    told = r"do not reach each other: .*set GLOO_SOCKET_IFNAME .*Gloo's words: .*connectFullMesh"
+    with Hosts(2) as hosts, pytest.raises(RankError, match=told):
+        run_ranks(start_on_host, 2, hosts.namespaces, hosts.addresses[0])

@@ -38,6 +38,21 @@ def unbound() -> Iterator[None]:
         default.bound_device_id = device
 
 
+@contextmanager
+def naming_the_interface() -> Iterator[None]:
+    """Around what makes gloo's groups: say what to do where ranks have met, and do not reach each other."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise RuntimeError(
+            "the ranks have met, and do not reach each other: have each host's name lead to an address that the others "
+            "reach, or set GLOO_SOCKET_IFNAME to such an interface on every rank (for `deepspeed --hostfile` in "
+            f".deepspeed_env); `paceline doctor` says what a host's name leads to. Gloo's words: {error}"
+        ) from error
+
+
 def gloo_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A new group of gloo's. Collective over all ranks of the job.
 
@@ -48,7 +63,7 @@ def gloo_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = N
     Returns:
         the group, or ``GroupMember.NON_GROUP_MEMBER`` on other ranks.
     """
-    with unbound():
+    with unbound(), naming_the_interface():
         return dist.new_group(None if ranks is None else list(ranks), backend="gloo", timeout=timeout)
 
 
