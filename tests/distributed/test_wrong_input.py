@@ -281,6 +281,25 @@ def test_a_batch_size_that_the_schedule_cannot_have_changes_nothing() -> None:
             assert state == (2 * MICRO_BATCHES, MICRO_BATCHES, (MICRO_BATCHES,))
 
 
+def batch_sizes_of_smaller_micro_batches() -> tuple[str, int, float]:
+    engine = engine_with("interleaved")
+    engine.set_train_micro_batch_size(1)
+    with pytest.raises(ValueError, match="cannot become 3") as error:
+        engine.set_train_batch_size(3)
+    engine.set_train_batch_size(6)
+    rows = [{name: rows[:1] for name, rows in batch.items()} for batch in step_batches(0)[:6]]
+    return str(error.value), engine.micro_batches, engine.train_batch(iter(rows)).item()
+
+
+def test_a_batch_size_after_another_micro_batch_size_is_checked_by_that() -> None:
+    first, second = run_ranks(batch_sizes_of_smaller_micro_batches, 2)
+    assert first == second
+    message, micro_batches, loss = first
+    assert message.startswith("train_batch_size cannot become 3: steps would have 3 micro-batches"), message
+    assert micro_batches == 6
+    assert loss > 0
+
+
 def other_batch_size(schedule: Any, running: Any, num_micro_batches: int) -> tuple[list[str], list[float]]:
     """The tuner has chosen ``running`` when another batch size is set, and goes on to plan after each step."""
     engine = engine_with(schedule | {"retune_every": 1})

@@ -479,11 +479,12 @@ class PacelineEngine(PipelineEngine):
                 f"train_batch_size cannot become {train_batch_size} while replicas have shares of their own "
                 f"({list(self.replica_micro_batches)}): leave unequal_replicas out, or make another engine."
             )
-        of_one_each = self.micro_batch_size * int(self.grid.data_parallel_size)
+        size = int(self.train_micro_batch_size_per_gpu())  # set_train_micro_batch_size may have changed it
+        of_one_each = size * int(self.grid.data_parallel_size)
         if train_batch_size % of_one_each == 0:  # DeepSpeed refuses others
             try:
                 num_micro_batches = train_batch_size // of_one_each
-                self.plan.schedule.check_step(self.num_stages, num_micro_batches, self.micro_batch_size)
+                self.plan.schedule.check_step(self.num_stages, num_micro_batches, size)
             except ValueError as error:
                 raise ValueError(f"train_batch_size cannot become {train_batch_size}: {error}") from None
         is_other = train_batch_size != self.train_batch_size()
