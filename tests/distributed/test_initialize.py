@@ -440,9 +440,6 @@ def test_ranks_that_mpirun_has_started_meet_by_its_variables() -> None:
     assert loss == other_loss
 
 
-assert LAYERS == 4, "the explicit partitions above cut four layers"
-
-
 def start_on_host(hosts: list[str], address: str) -> None:
     """As the only rank of one of these hosts, whose name leads to the loopback."""
     from paceline.runtime.initialize import start_distributed
@@ -458,3 +455,6 @@ def test_ranks_that_meet_and_do_not_reach_each_other_are_told_the_remedy() -> No
     told = r"do not reach each other: .*set GLOO_SOCKET_IFNAME .*Gloo's words: .*connectFullMesh"
     with Hosts(2) as hosts, pytest.raises(RankError, match=told):
         run_ranks(start_on_host, 2, hosts.namespaces, hosts.addresses[0])
+
+
+assert LAYERS == 4, "the explicit partitions above cut four layers"
