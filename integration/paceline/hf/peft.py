@@ -138,7 +138,7 @@ def check_method(config: Any) -> None:
 
 
 def lora_config(args: ModelArguments) -> Any:
-    """PEFT's config as the flags say it, by the rules of TRL's ``get_peft_config``.
+    """PEFT's config as the flags say it, by the rules of TRL's ``get_peft_config``, but that one name alone is a name.
 
     Raises:
         ValueError: PEFT is not installed, or refuses.
@@ -150,8 +150,8 @@ def lora_config(args: ModelArguments) -> Any:
             f'--use_peft: adapters need PEFT, which cannot be imported ({error}); pip install "paceline[peft]".'
         ) from error
     targets: Any = args.lora_target_modules
-    if targets is not None and len(targets) == 1:
-        (targets,) = targets  # a pattern, or all-linear
+    if targets is not None and len(targets) == 1 and not targets[0].isidentifier():
+        (targets,) = targets  # a pattern, or all-linear; as a pattern, a name alone would match no layer's module
     try:
         return LoraConfig(
             task_type="CAUSAL_LM",

@@ -56,6 +56,15 @@ def test_flags_make_the_config_that_they_make_in_trl() -> None:
     assert lora_config(model_args).target_modules == "all-linear"
 
 
+@pytest.mark.parametrize(("given", "found"), [("q_proj", {"q_proj"}), (r".*layers\.1\..*q_proj", None)])
+def test_one_name_alone_is_no_pattern(given: str, found: set[str] | None) -> None:
+    """PEFT compares a pattern with the whole path of a module: a name would match none."""
+    model_args, *_ = parse([*MODEL, "--use_peft", "--lora_target_modules", given])
+    config = lora_config(model_args)
+    assert config.target_modules == (found or given)
+    assert resolved(config).targets
+
+
 def test_flags_in_a_file(tmp_path: Path) -> None:
     values = {
         "model_name_or_path": "m",
