@@ -255,9 +255,12 @@ def complete_checkpoints(root: str | Path) -> list[Path]:
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
-    """The checkpoint that ``root/latest`` names, or with a warning the newest complete one; None if there is none."""
+    """The checkpoint that ``root/latest`` names, or with a warning the newest complete one; None if there is none.
+
+    A save that was killed behind its last step but one has put its checkpoint in place: that one, as if it were named.
+    """
     root = Path(root)
-    path = _named_latest(root)
+    path = _not_yet_named(root) or _named_latest(root)
     problem = None
     if path is not None:
         try:
@@ -300,6 +303,14 @@ def _named_latest(root: Path) -> Path | None:
     except (OSError, ValueError):
         return None
     return path if path.parent == root else None
+
+
+def _not_yet_named(root: Path) -> Path | None:
+    """The newest checkpoint, if it is whole and still has the file that becomes ``root/latest``."""
+    for path, manifest in own_checkpoints(root)[-1:]:
+        if (path / LATEST).is_file() and problem_of(path, manifest) is None:
+            return path
+    return None
 
 
 def _is_foreign(file: Path) -> bool:

@@ -166,6 +166,18 @@ def test_latest_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert complete_checkpoints(tmp_path) == [one]
 
 
+def test_a_checkpoint_that_a_kill_left_in_place_and_unnamed_is_the_latest(tmp_path: Path) -> None:
+    """Its own ``latest`` moves to the root last: the run went on from the one before, and made its steps again."""
+    _, two = saved(tmp_path, 1, 2)
+    (tmp_path / "latest").rename(two / "latest")
+    (tmp_path / "latest").write_text("checkpoint-1")
+    assert latest_checkpoint(tmp_path) == two
+    truncated(two / "meta.pt")
+    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+    (three,) = saved(tmp_path, 3)
+    assert latest_checkpoint(tmp_path) == three
+
+
 def test_damaged_checkpoints(tmp_path: Path) -> None:
     """Everything that was a checkpoint and cannot be opened, so that nobody takes its folder for an empty one."""
     assert damaged_checkpoints(tmp_path / "nowhere") == damaged_checkpoints(tmp_path) == {}
