@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from paceline.runtime.trainers_checkpoints import newest_complete
 from support.jobs import BATCH, LENGTH, model_config
 from support.pages import check_page
 from support.ranks import OF_A_LAUNCHER, RANK_ENVIRONMENT, RankError, as_if_by_mpirun, free_port, run_ranks
@@ -596,6 +597,18 @@ def test_a_checkpoint_of_a_half_step_is_refused(in_two_stages: Trained, tmp_path
     state.write_text(json.dumps(json.loads(state.read_text()) | {"global_step": 2}))
     with pytest.raises(RankError, match=r"weights of step 3 and the trainer's state of step 2; go on from"):
         run_ranks(train, 2, str(parts), pipeline(2), resume=True)
+
+
+def test_an_older_checkpoint_stays_until_all_ranks_have_written_the_new_one(
+    in_two_stages: Trained, tmp_path: Path
+) -> None:
+    """Rank 0 was done, and deleted it, whether or not the other rank could write its random state."""
+    parts = interrupted(in_two_stages.folder, tmp_path / "parts")
+    (parts / "checkpoint-6" / "rng_state_1.pth").mkdir(parents=True)
+    older = str(parts / "checkpoint-3")
+    with pytest.raises(RankError, match="Is a directory"):
+        run_ranks(train, 2, str(parts), pipeline(2), resume=older, changes={"save_total_limit": 1})
+    assert newest_complete(parts) == older
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:

@@ -337,7 +337,10 @@ class PipelineTraining(_Trainer):
                 refuse_pipelines(resume, Path(self.args.output_dir))
                 return super().train(resume, *rest, **kwargs)
             if resume:
-                resume = newest_complete(Path(self.args.output_dir)) if resume is True else checked(Path(resume))
+                if resume is True:
+                    resume = newest_complete(Path(self.args.output_dir), tells=self.args.process_index == 0)
+                else:
+                    resume = checked(Path(resume))
                 resume = with_training(resume)
             with watched(self.args):
                 return super().train(resume, *rest, **kwargs)
@@ -564,6 +567,14 @@ class PipelineTraining(_Trainer):
             torch.save(self.args, f"{directory}/training_args.bin")
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if not self.is_pipeline:
+            super()._save_rng_state(output_dir)
+            return
+        # Of all ranks before rank 0 writes the state, which makes it complete, and deletes older checkpoints.
+        with self._build().control.together(f"saving to {output_dir}"):
+            super()._save_rng_state(output_dir)
 
 
 class PacelineTrainer(PipelineTraining, Trainer):

@@ -13,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint import CheckpointError, complete_checkpoints, damaged_checkpoints
 from ..checkpoint.format import LATEST
+from ..checkpoint.reader import own_checkpoints
 
 logger = logging.getLogger("paceline")
 
@@ -20,10 +21,13 @@ STATE = "trainer_state.json"
 """Trainer writes it last."""
 
 
-def newest_complete(folder: Path) -> str:
+def newest_complete(folder: Path, *, tells: bool = True) -> str:
     """The newest checkpoint in ``folder`` that was written to its end.
 
     A full disk or a killed run leaves another one, which Trainer itself would take, and not be able to read.
+
+    Args:
+        tells: this rank warns of those that it passes over; the others find the same.
 
     Raises:
         ValueError: there is none.
@@ -33,7 +37,8 @@ def newest_complete(folder: Path) -> str:
         if (problem := _problem(path)) is None:
             return str(path)
         problems.append(problem)
-        logger.warning("%s is not complete: %s; looking for the one before", path, problem)
+        if tells:
+            logger.warning("%s is not complete: %s; looking for the one before", path, problem)
     found = f" ({'; '.join(problems)})" if problems else ""
     raise ValueError(
         f"resume_from_checkpoint is True: there must be a complete checkpoint in {folder}, and there is none{found}; "
@@ -144,6 +149,16 @@ def _problem(checkpoint: Path) -> str | None:
     for file in sorted(checkpoint.glob("rng_state*.pth")):  # with which one rank alone would fail
         if not zipfile.is_zipfile(file):  # as torch.save writes them
             return f"its {file.name} is truncated or damaged"
+    if (missing := _missing_random_state(checkpoint)) is not None:
+        return f"it lacks {missing}, and the others' are there"
     if complete_checkpoints(checkpoint):
         return None
     return next(iter(damaged_checkpoints(checkpoint).values()), None)
+
+
+def _missing_random_state(checkpoint: Path) -> str | None:
+    """The file that a rank would have written next to those of others, where the run was killed before."""
+    there = {file.name for file in checkpoint.glob("rng_state_*.pth")}
+    num_ranks = max((manifest["world_size"] for _, manifest in own_checkpoints(checkpoint)), default=0)
+    names = [f"rng_state_{rank}.pth" for rank in range(num_ranks)]
+    return next((name for name in names if there and name not in there), None)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers.trainer_callback import TrainerState
 
 from paceline.checkpoint import CheckpointError
@@ -73,6 +74,18 @@ def test_the_newest_with_all_files_of_the_pipeline(tmp_path: Path, caplog: pytes
     shutil.rmtree(before)
     with pytest.raises(ValueError, match=rf"there is none \(.*own format.*; {lost}: No such file.*\); give the path"):
         newest_complete(tmp_path)
+
+
+def test_a_checkpoint_without_a_rank_s_random_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A kill before that rank wrote it: the run would go on with other dropout."""
+    before, killed = checkpoints_with_parts(tmp_path, 2, 4)
+    torch.save({}, killed / "rng_state_0.pth")
+    assert newest_complete(tmp_path, tells=False) == str(before)
+    assert not caplog.records
+    assert newest_complete(tmp_path) == str(before)
+    assert f"{killed} is not complete: it lacks rng_state_1.pth, and the others' are there; looking" in caplog.text
+    torch.save({}, killed / "rng_state_1.pth")
+    assert newest_complete(tmp_path) == str(killed)
 
 
 def test_a_run_without_a_pipeline_refuses_what_it_cannot_read(tmp_path: Path) -> None:
