@@ -322,11 +322,12 @@ class Job:
     def _start_trackers(self, num_steps: int) -> Trackers:
         flags = vars(self.model_args) | vars(self.data_args) | vars(self.args)
         flags = {name: value for name, value in flags.items() if name not in ("token", "local_rank")}
-        name = self.args.run_name
-        if name is not None and self.section.averaging is not None:
-            name += f"-island{self.island}"  # all islands are started by the same command
+        name, island = self.args.run_name, None
+        if self.section.averaging is not None:
+            island = self.island  # all islands are started by the same command
+            name = name and f"{name}-island{island}"
         flags |= {"output_dir": str(self.output), "run_name": name}
-        return Trackers(self.args.report_to, flags, self.inputs.config, num_steps)
+        return Trackers(self.args.report_to, flags, self.inputs.config, num_steps, island)
 
     # -- after training ------------------------------------------------------------------------------------------
 

@@ -19,15 +19,26 @@ _RENAMED = {"perplexity": "eval_perplexity"}
 class Trackers:
     """All trackers of a run, on the rank that reports."""
 
-    def __init__(self, names: Sequence[str], flags: Mapping[str, Any], config: PretrainedConfig, steps: int) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        flags: Mapping[str, Any],
+        config: PretrainedConfig,
+        steps: int,
+        island: int | None = None,
+    ) -> None:
         """Begin a run with each of them.
 
         Args:
             names: as in ``TrainingArguments.report_to``.
             flags: the run's, to be shown beside it.
             steps: of the whole run.
+            island: its number, where there are several: the environment may give all of them one folder.
         """
         self._callbacks = [callback() for callback in get_reporting_integration_callbacks(list(names))]
+        for callback in self._callbacks:
+            if island is not None and (folder := getattr(callback, "logging_dir", None)) is not None:
+                callback.logging_dir = str(Path(folder, f"island{island}"))
         self._flags = _Flags(flags)
         self._state = TrainerState(max_steps=steps, is_world_process_zero=True, is_local_process_zero=True)
         self._model = skeleton(config) if self._callbacks else None

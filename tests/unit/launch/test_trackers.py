@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,6 +57,27 @@ def test_callbacks_are_told_numbers_at_their_steps(monkeypatch: pytest.MonkeyPat
         (4, 0.5, {"eval_loss": 2.25, "eval_perplexity": 9.5}),
     ]
     assert end == "end"
+
+
+def test_islands_that_share_a_folder_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """TensorBoard takes what is in one folder for one run."""
+
+    class InFolder(Recorder):
+        def __init__(self) -> None:
+            self.logging_dir = os.environ.get("TENSORBOARD_LOGGING_DIR")
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.told.append(self.logging_dir)
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", InFolder)
+    monkeypatch.setattr(Recorder, "told", [])
+    for folder in ("logs", None):
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", folder) if folder else monkeypatch.delenv(
+            "TENSORBOARD_LOGGING_DIR"
+        )
+        for island in (1, None):
+            Trackers(["tensorboard"], flags(tmp_path), CONFIG, 6, island)
+    assert Recorder.told == ["logs/island1", "logs", None, None]
 
 
 def test_tensorboard(tmp_path: Path) -> None:
