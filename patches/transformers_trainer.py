@@ -14,6 +14,7 @@ OVERRIDES = (
     _override("_get_dataloader", "5f975c244904", "d1296dbd4dcb"),
     _override("_maybe_log_save_evaluate", "af101534f0f7"),
     _override("_finalize_training", "8fdcb7005e2b", "6d6d83d6a271"),
+    _override("_save_rng_state", "27a97d106124"),
     _override("_clip_grad_norm", "ebfa9dc91d30"),
     _override("_get_grad_norm", "913ba6f52f07"),
     _override("_get_learning_rate", "158d12f9b950"),
