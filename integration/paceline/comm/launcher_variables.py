@@ -24,14 +24,18 @@ def translate(environment: MutableMapping[str, str]) -> None:
     """Write RANK, WORLD_SIZE and the others, where a process that ``mpirun`` or ``srun`` has started lacks them.
 
     Where rank 0 is, Slurm says, and MPI if all ranks are on this host; otherwise MASTER_ADDR and MASTER_PORT stay
-    absent. A single process, and one that another launcher has started within such a step, is left as it is.
+    absent. A task to which Slurm shows GPUs of its own is made the only rank of its host, so that it takes the first.
+    A single process, and one that another launcher has started within such a step, is left as it is.
     """
     if environment.get("RANK"):
         return
     found = _found(environment)
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= found.keys() or found["WORLD_SIZE"] == "1":
         return
-    for name, value in {**found, **_meeting(environment, found)}.items():
+    found |= _meeting(environment, found)
+    if _sees_its_own_devices(environment, found.get("LOCAL_WORLD_SIZE", "1")):
+        found |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in found.items():
         if not environment.get(name):
             environment[name] = value
 
@@ -59,6 +63,12 @@ def _slurms_local_size(environment: Mapping[str, str]) -> str:
             counts += [match[1]] * int(match[2] or 1)
     host = environment.get("SLURM_NODEID", "")
     return counts[int(host)] if host.isdecimal() and int(host) < len(counts) else ""
+
+
+def _sees_its_own_devices(environment: Mapping[str, str], local_size: str) -> bool:
+    """Whether Slurm shows each task on this host other GPUs than its neighbours, as with ``--gpus-per-task``."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    return bool(visible and environment.get("SLURM_GPUS_PER_TASK")) and len(visible.split(",")) < int(local_size)
 
 
 def _meeting(environment: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:

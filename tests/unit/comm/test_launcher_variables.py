@@ -41,6 +41,20 @@ HERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
                 **{"MASTER_ADDR": "gpu03", "MASTER_PORT": "29542"},
             },
         ),
+        (  # with --gpus-per-task=1 each task has a first GPU of its own
+            {**SLURM, "SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0", "SLURM_LOCALID": "2"},
+            {
+                **{"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "11", "LOCAL_WORLD_SIZE": "1"},
+                **{"MASTER_ADDR": "gpu03", "MASTER_PORT": "29542"},
+            },
+        ),
+        (  # with --gpu-bind=none beside it, all GPUs of the node
+            {**SLURM, "SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0,1,2", "SLURM_LOCALID": "2"},
+            {
+                **{"RANK": "8", "LOCAL_RANK": "2", "WORLD_SIZE": "11", "LOCAL_WORLD_SIZE": "3"},
+                **{"MASTER_ADDR": "gpu03", "MASTER_PORT": "29542"},
+            },
+        ),
         ({**SLURM, "MASTER_PORT": "1"}, None),
         ({**SLURM, "RANK": "0", "WORLD_SIZE": "2"}, {}),  # torchrun in a step
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, {}),
