@@ -35,6 +35,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("trace", "Draw a step that a run recorded, as predicted and as measured."),
     ("loads", "Show how the load of experts moved over a run, and what placing them made of it."),
     ("report", "Make a page and a JSON value of a run: what was decided, and what came of it."),
+    ("extract", "Take the language model out of a multimodal one, to train it, or put it back."),
     ("lighthouse", "Run the place where islands that average their parameters find each other."),
     ("doctor", "Check an installation, or a job's ranks and what connects them; say what to fix."),
 )

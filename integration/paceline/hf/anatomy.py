@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .adapters import Adapter, adapter_for
+from .language_part import hint
 from .layer_source import layer_halves, layer_loop, uncalled
 from .own_class import plain_class
 
@@ -81,7 +82,7 @@ def refuse_known(config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError if ``config`` is known not to be cut exactly (:mod:`paceline.hf.adapters`)."""
     reason = adapter_for(config).refuse
     if reason:
-        raise UnsupportedModelError(f"model type {config.model_type!r} cannot be a pipeline: {reason}.")
+        raise UnsupportedModelError(f"model type {config.model_type!r} cannot be a pipeline: {reason}.{hint(config)}")
 
 
 def anatomy_of(model: PreTrainedModel, *, half_layers: bool = False, head_slices: int = 1) -> Anatomy:

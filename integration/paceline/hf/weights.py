@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
 
 from .anatomy import Anatomy, UnsupportedModelError, anatomy_of, refuse_known
+from .language_part import hint
 from .quiet_transformers import quiet
 from .stage import CausalLMStage, Cut, prune, tied_weight
 from .weight_files import fault_in
@@ -57,7 +58,7 @@ def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(
             f"model type {config.model_type!r} has no causal language model in transformers; "
-            "choose a model that AutoModelForCausalLM can load."
+            f"choose a model that AutoModelForCausalLM can load.{hint(config)}"
         )
     return _get_model_class(config, AutoModelForCausalLM._model_mapping)
 

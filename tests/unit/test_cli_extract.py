@@ -1,0 +1,118 @@
+"""`paceline extract`: the language model of a multimodal one is the same model by itself, and goes back trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    LlavaConfig,
+    Mistral3Config,
+    PretrainedConfig,
+)
+
+from paceline.hf.anatomy import UnsupportedModelError
+from paceline.hf.check import require_supported
+from paceline.launch import cli
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "gemma3": Gemma3Config(text_config=SIZES, vision_config=VISION, mm_tokens_per_image=4),
+    "mistral3": Mistral3Config(
+        text_config={"model_type": "mistral", **SIZES}, vision_config={"model_type": "pixtral", **VISION, "head_dim": 8}
+    ),
+    "llava": LlavaConfig(
+        text_config={"model_type": "llama", **SIZES}, vision_config={"model_type": "clip_vision_model", **VISION}
+    ),
+}
+TEXTS = {"gemma3": "Gemma3ForCausalLM", "mistral3": "MistralForCausalLM", "llava": "LlamaForCausalLM"}
+IDS = torch.arange(3, 43).view(2, 20)
+
+
+def written(name: str, directory: Path) -> Path:
+    """A small model with what lies beside its weights on the hub."""
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(CONFIGS[name]).save_pretrained(directory)
+    for file in ("tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json"):
+        (directory / file).write_text(file)
+    return directory
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(input_ids=IDS).logits
+    return logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = written(name, tmp_path / "source")
+    assert cli.main(["extract", str(source), str(tmp_path / "text"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["class"] == TEXTS[name]
+    assert {file.name for file in (tmp_path / "text").iterdir()} >= {"tokenizer_config.json", "chat_template.jinja"}
+    assert not (tmp_path / "text" / "preprocessor_config.json").exists()
+    whole = AutoModelForImageTextToText.from_pretrained(source)
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    assert type(text).__name__ == TEXTS[name]
+    require_supported(text.config)
+    assert torch.equal(logits_of(text), logits_of(whole))
+
+    with torch.no_grad():
+        for parameter in text.parameters():
+            parameter.mul_(1.5)
+    text.save_pretrained(tmp_path / "trained")
+    argv = ["extract", str(tmp_path / "trained"), str(tmp_path / "back"), "--into", str(source)]
+    assert cli.main(argv) == 0
+    back = AutoModelForImageTextToText.from_pretrained(tmp_path / "back")
+    assert torch.equal(logits_of(back), logits_of(text))
+    of_tower = {key: value for key, value in whole.state_dict().items() if "vision" in key}
+    assert of_tower
+    assert all(torch.equal(back.state_dict()[key], value) for key, value in of_tower.items())
+    assert (tmp_path / "back" / "preprocessor_config.json").exists()
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_refusal_says_that_the_language_model_can_be_taken_out(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="`paceline extract` writes its language model as one that can be"):
+        require_supported(CONFIGS[name])
+
+
+def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = written("gemma3", tmp_path / "source")
+    other = tmp_path / "other"
+    config = CONFIGS["llava"].get_text_config()
+    AutoModelForCausalLM.from_config(config).save_pretrained(other)
+    assert cli.main(["extract", str(source), str(tmp_path / "text")]) == 0
+    capsys.readouterr()
+    for argv, told in (
+        ([str(source), str(source)], "is there, and not empty: give a new directory"),
+        ([str(other), str(tmp_path / "new")], "of model type 'llama', in which there is no language model"),
+        ([str(tmp_path / "nowhere"), str(tmp_path / "new")], "does not exist: give a directory"),
+        ([str(other), str(tmp_path / "new"), "--into", str(source)], "only one of the two has"),
+    ):
+        assert cli.main(["extract", *argv]) == 2
+        assert told in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()
