@@ -41,7 +41,7 @@ def translate(environment: MutableMapping[str, str]) -> None:
 
 
 def _found(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of the first launcher that says both rank and size: srun may start what then has MPI's variables too."""
+    """Values of the first launcher that says both rank and size: tasks of srun may have MPI's variables too."""
     found: dict[str, str] = {}
     for place in range(3):
         names = {name: others[place] for name, others in _OTHERS.items() if place < len(others)}
@@ -82,7 +82,7 @@ def _meeting(environment: Mapping[str, str], found: Mapping[str, str]) -> dict[s
 
 
 def _first_host(hosts: str) -> str:
-    """Of Slurm's list, such as ``"gpu[03-05,09],cpu1"``: it has the first task, whatever ``--distribution`` is but
+    """The first in Slurm's list, such as ``"gpu[03-05,09],cpu1"``. It has the first task, unless ``--distribution`` is
     ``arbitrary``."""
     match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\]([^\[,]*))?", hosts)
     return "" if match is None else "".join(part or "" for part in match.groups())

@@ -96,7 +96,7 @@ def put_back(model: PreTrainedModel, whole: PreTrainedModel) -> None:
 
 
 def _weights_of(whole: PreTrainedModel, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Of ``whole``'s language model, by the names that they have in ``model``."""
+    """Weights of ``whole``'s language model, by the names that they have in ``model``."""
     parts: Mapping[str, nn.Module | None] = {
         model.base_model_prefix: whole.get_decoder(),
         _name_in(model, model.get_output_embeddings()): whole.get_output_embeddings(),

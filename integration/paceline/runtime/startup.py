@@ -294,7 +294,7 @@ def _finer_cuts(
 def _kept_that_goes(
     kept: Mapping[str, object] | None, cuts: _FinerCuts, *, recomputes: bool
 ) -> Mapping[str, object] | None:
-    """What the run before had planned, but for what does not go any more."""
+    """The plan of the run before, without what does not go any more."""
     if kept is None:
         return None
     gone = {PATH} if recomputes else set()  # what this start asks for goes before the one before

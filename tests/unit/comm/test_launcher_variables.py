@@ -1,4 +1,4 @@
-"""What the launchers of MPI and Slurm set, in the variables that ranks meet by."""
+"""Variables that ranks meet by, from those that the launchers of MPI and Slurm set."""
 
 from __future__ import annotations
 
