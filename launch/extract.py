@@ -53,12 +53,16 @@ def run(args: argparse.Namespace) -> int:
             written = whole
     part = target.with_name(f"{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    with quiet():
-        written.save_pretrained(part)
-    _copy_the_rest(source, part, only_text=args.into is None)
-    if target.is_dir():
-        target.rmdir()
-    os.replace(part, target)
+    try:
+        with quiet():
+            written.save_pretrained(part)
+        _copy_the_rest(source, part, only_text=args.into is None)
+        if target.is_dir():
+            target.rmdir()
+        os.replace(part, target)
+    except Exception as error:  # safetensors has errors of its own for a full disk
+        shutil.rmtree(part, ignore_errors=True)
+        raise ValueError(f"{target} cannot be written ({error}): give a directory where there is room.") from error
     told = {"directory": str(target), "class": type(written).__name__, "parameters": written.num_parameters()}
     if args.json:
         print(json.dumps(told, indent=2))
@@ -94,9 +98,12 @@ def _language_model(source: str) -> PreTrainedModel:
 
 def _loaded(source: str, auto: type) -> PreTrainedModel:
     try:
-        model: PreTrainedModel = auto.from_pretrained(source, dtype="auto")  # type: ignore[attr-defined]
+        loaded = auto.from_pretrained(source, dtype="auto", output_loading_info=True)  # type: ignore[attr-defined]
     except OSError as error:
         raise ValueError(f"{source!r} has no weights that can be read: {str(error).splitlines()[0]}") from error
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):  # transformers draws them at random
+        raise ValueError(f"the files of {source!r} lack {missing[0]!r}: give a model with all its weights.")
     return model
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -20,6 +21,7 @@ from transformers import (
 from paceline.hf.anatomy import UnsupportedModelError
 from paceline.hf.check import require_supported
 from paceline.launch import cli
+from support.saves import small_file_system
 
 SIZES: dict[str, Any] = {
     "vocab_size": 99,
@@ -98,6 +100,26 @@ def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_refusal_says_that_the_language_model_can_be_taken_out(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match="`paceline extract` writes its language model as one that can be"):
         require_supported(CONFIGS[name])
+
+
+def test_weights_that_are_missing_are_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = written("llava", tmp_path / "source")
+    assert cli.main(["extract", str(source), str(tmp_path / "text")]) == 0
+    (file,) = (tmp_path / "text").glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    capsys.readouterr()
+    assert cli.main(["extract", str(tmp_path / "text"), str(tmp_path / "back"), "--into", str(source)]) == 2
+    assert "lack 'model.layers.1.mlp.up_proj.weight': give a model with all" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = written("llava", tmp_path / "source")
+    with small_file_system(tmp_path / "small", "64k") as small:
+        assert cli.main(["extract", str(source), str(small / "text")]) == 2
+        assert "give a directory where there is room" in capsys.readouterr().err
+        assert not list(small.iterdir())
 
 
 def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

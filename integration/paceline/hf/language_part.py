@@ -80,8 +80,11 @@ def put_back(model: PreTrainedModel, whole: PreTrainedModel) -> None:
         ValueError: it has other weights; or a head of its own, which in ``whole`` is the embedding.
     """
     given, wanted = model.state_dict(), _weights_of(whole, model)
-    for name in sorted(given.keys() ^ wanted.keys()):
-        raise ValueError(f"only one of the two has {name!r}: give the model that {type(whole).__name__} had, trained.")
+    others = sorted(given.keys() ^ wanted.keys())
+    if others:
+        raise ValueError(
+            f"only one of the two has {others[0]!r}: give the model that was taken out of the {type(whole).__name__}."
+        )
     if _are_tied(whole) and not _are_tied(model):
         raise ValueError(
             "the head was trained apart from the embedding, and the multimodal model has one matrix for both: train it "
@@ -96,9 +99,17 @@ def put_back(model: PreTrainedModel, whole: PreTrainedModel) -> None:
 
 
 def _weights_of(whole: PreTrainedModel, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Weights of ``whole``'s language model, by the names that they have in ``model``."""
+    """Weights of ``whole``'s language model, by the names that they have in ``model``.
+
+    Raises:
+        ValueError: transformers does not say where it is.
+    """
+    try:
+        trunk = whole.get_decoder()
+    except AttributeError as error:  # where transformers keeps it elsewhere, as in Llama 4
+        raise ValueError(f"a {type(whole).__name__} does not say where its language model is ({error}).") from error
     parts: Mapping[str, nn.Module | None] = {
-        model.base_model_prefix: whole.get_decoder(),
+        model.base_model_prefix: trunk,
         _name_in(model, model.get_output_embeddings()): whole.get_output_embeddings(),
     }
     return {
