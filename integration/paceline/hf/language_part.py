@@ -99,17 +99,9 @@ def put_back(model: PreTrainedModel, whole: PreTrainedModel) -> None:
 
 
 def _weights_of(whole: PreTrainedModel, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Weights of ``whole``'s language model, by the names that they have in ``model``.
-
-    Raises:
-        ValueError: transformers does not say where it is.
-    """
-    try:
-        trunk = whole.get_decoder()
-    except AttributeError as error:  # where transformers keeps it elsewhere, as in Llama 4
-        raise ValueError(f"a {type(whole).__name__} does not say where its language model is ({error}).") from error
+    """Weights of ``whole``'s language model, by the names that they have in ``model``."""
     parts: Mapping[str, nn.Module | None] = {
-        model.base_model_prefix: trunk,
+        model.base_model_prefix: whole.get_decoder(),
         _name_in(model, model.get_output_embeddings()): whole.get_output_embeddings(),
     }
     return {
