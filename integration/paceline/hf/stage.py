@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from . import router
 from .anatomy import Anatomy, UnsupportedModelError, anatomy_of, half_children
 from .cross_entropy import cross_entropy_in_pieces, takes_pieces
+from .early_recomputation import recompute_early
 from .masks import needs_mask
 from .sliced_head import Rows, RowsOfLinear, add_logits, cross_entropy_of, empty_sums, keep_rows
 
@@ -201,6 +202,7 @@ def recompute_layers(model: PreTrainedModel, anatomy: Anatomy | None = None, lay
     # The second name is that of transformers before 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+    recompute_early(model)
     for index, layer in enumerate(() if anatomy is None else anatomy.layers_of(model)):
         if index not in layers:
             for part in layer.modules():

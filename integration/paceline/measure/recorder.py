@@ -13,10 +13,10 @@ from typing import Any, Generic
 import torch
 from torch import Tensor, nn
 
-from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from .clock import Moment, host_seconds
 
-COMPUTED = frozenset((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+COMPUTED = frozenset((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE))
 """Kinds of computations."""
 
 STEPS = 8
@@ -59,10 +59,18 @@ class StepTimes:
         self.spans = [replace(span, start=seconds(span.start), end=seconds(span.end)) for span in self.spans]
 
     def durations(self, kind: str, chunk: int = 0) -> list[float]:
-        """Seconds of each forward (``"F"``) or backward (``"B"``), without the unusual ones if there are others."""
+        """Seconds of each forward (``"F"``) or backward (``"B"``), without the unusual ones if there are others. What
+        was computed again before a backward's gradient came (``"R"``) is a part of the backward.
+        """
         found = [span for span in self.spans if span.kind == kind and span.chunk == chunk]
         usual = [span for span in found if (kind, span.number, chunk) not in self.unusual]
-        return [span.end - span.start for span in usual or found]
+        before = self._seconds_before(chunk) if kind in (BACKWARD, BACKWARD_INPUT) else {}
+        return [span.end - span.start + before.get(span.number, 0.0) for span in usual or found]
+
+    def _seconds_before(self, chunk: int) -> dict[int, float]:
+        """By number: seconds of what was computed again before a backward's gradient came."""
+        again = (span for span in self.spans if span.kind == RECOMPUTE and span.chunk == chunk)
+        return {span.number: span.end - span.start for span in again}
 
     def mean(self, kind: str, chunk: int = 0) -> float | None:
         """Mean seconds of a forward or backward of a chunk."""

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..hf.early_recomputation import is_repeated
 from ..planning.experts import Placement
 from .dispatch import Exchange, SlotTable, plan_exchange, return_rows, send_rows
 from .replica_sync import Replicas
@@ -200,7 +201,7 @@ class ExpertLayer:
 
     def count(self, counts: Tensor) -> None:
         """Add what this batch's router chose ``[E]``, unless this is a forward that is computed a second time."""
-        if self.training and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        if self.training and not is_repeated():  # type: ignore[attr-defined]
             self.routed += counts
 
     def route(self, chosen: Tensor, counts: Tensor) -> Exchange:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hf.early_recomputation import is_repeated
 from ..measure.clock import Clock
 
 LEAVE, ARRIVE, COMPUTED, BACK = range(4)
@@ -39,7 +40,7 @@ class ExpertClock:
 
     def count(self, rows: int) -> None:
         """Add to ``rows``, unless this forward is computed a second time: that is no work of its own."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_repeated():
             self.rows += rows
 
     def _note(self, place: int, backward: bool) -> None:

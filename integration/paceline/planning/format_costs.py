@@ -41,10 +41,11 @@ def with_format(costs: Costs, now: FormatCosts, then: FormatCosts) -> Costs:
         forward_s[boundary + 1] += decode_s
         backward_s[boundary + 1] += encode_s
         backward_s[boundary] += decode_s
-    weights_s = costs.weight_s or (0.0,) * len(backward_s)
+    nothing = (0.0,) * len(backward_s)
+    weights_s, ahead_s = costs.weight_s or nothing, costs.ahead_s or nothing
     return replace(
         costs,
         forward_s=tuple(max(seconds, 0.0) for seconds in forward_s),
-        backward_s=tuple(max(*each) for each in zip(backward_s, weights_s, strict=True)),
+        backward_s=tuple(max(*each) for each in zip(backward_s, weights_s, ahead_s, strict=True)),
         message_bytes=tuple(num_bytes * then.share for num_bytes in whole),
     )

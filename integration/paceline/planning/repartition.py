@@ -98,15 +98,18 @@ class Layout:
         """
         saved_bytes = [item.saved_bytes for item in self.items]
         backward_s = self._scaled(now.backward_s, [item.backward_s for item in self.items], parts)
-        weight_s = [
-            weight / whole * then if whole else 0.0
-            for weight, whole, then in zip(now.weight_s, now.backward_s, backward_s, strict=bool(now.weight_s))
-        ]
+        of_whole = list(zip(now.backward_s, backward_s, strict=True))
+
+        def parts_of(seconds: Sequence[float]) -> tuple[float, ...]:
+            pairs = zip(seconds, of_whole, strict=bool(seconds))
+            return tuple(part / whole * then if whole else 0.0 for part, (whole, then) in pairs)
+
         return replace(
             now,
             forward_s=self._scaled(now.forward_s, [item.forward_s for item in self.items], parts),
             backward_s=backward_s,
-            weight_s=tuple(weight_s),
+            weight_s=parts_of(now.weight_s),
+            ahead_s=parts_of(now.ahead_s),
             activation_bytes=self._scaled(now.activation_bytes, saved_bytes, parts),
             deferred_bytes=self._scaled(now.deferred_bytes, saved_bytes, parts),
             message_bytes=tuple(

@@ -164,7 +164,7 @@ def step_s(order: Schedule | Stream, costs: Costs) -> float:
     """Seconds of a step: of a stream, one of the steady state, as nearly as a search needs it."""
     if isinstance(order, Schedule):
         return simulate(order, costs).makespan_s
-    begun = order.most_lag + _BEGUN
+    begun, costs = order.most_lag + _BEGUN, costs.without_ahead()
     long, short = (simulate(order.unrolled(steps), costs).makespan_s for steps in (begun + _MEASURED, begun))
     return (long - short) / _MEASURED + costs.step_s
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from paceline.schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from paceline.schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from paceline.schedules.timeline import Span, Timeline
 
 _DIGITS = 9  # of seconds: sums of floats, no clock shows more
@@ -83,8 +83,8 @@ def bubble_share(timeline: Timeline) -> float:
 
 
 def is_compute(span: Span) -> bool:
-    """Whether ``span`` is a forward or a backward, rather than a reduction or the like."""
-    return span.kind in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+    """Whether ``span`` is a forward or a backward, or a part of one, rather than a reduction or the like."""
+    return span.kind in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE)
 
 
 def label(span: Span) -> str:

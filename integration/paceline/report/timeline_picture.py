@@ -9,7 +9,7 @@ from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from paceline.schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from paceline.schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from paceline.schedules.timeline import Span, Timeline, Transfer
 
 from . import drawing
@@ -28,6 +28,7 @@ _COMPUTE = {
     FORWARD: (("#aed4f5", "#fbd29b", "#bfe3b4", "#e2c6ee"), "forward"),
     BACKWARD: (_BACKWARD, "backward"),
     BACKWARD_INPUT: (_BACKWARD, "backward of inputs"),
+    RECOMPUTE: (("#6ba3d6", "#d68f45", "#76a873", "#aa80bd"), "forward again"),
     BACKWARD_WEIGHT: (("#123a63", "#5a2c05", "#163d1a", "#3e204f"), "backward of weights"),
 }
 _OTHER = {"reduce": "#bdbdbd", "step": "#8a8a8a"}

@@ -22,9 +22,10 @@ from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PipelineMasters
 from ..comm.formats import BoundaryFormats
 from ..comm.host_barrier import host_barrier
-from ..comm.staging import staging_for
+from ..comm.staging import ranks_sharing, staging_for
 from ..hf.quantised import quantisation_of
 from ..hf.weights import is_pretrained
+from ..measure.device_memory import room_bytes
 from ..moe.experts_ahead import BesideSteps
 from ..moe.moving import states_of
 from ..moe.stage_agreement import Stages
@@ -41,6 +42,7 @@ from .causal_lm_runner import CausalLMRunner
 from .causal_lm_steps import CausalLMSteps, Replicas
 from .causal_lm_support import CausalLMSupport
 from .checkpointer import Checkpointer
+from .early_room import EarlyRoom
 from .evaluation import Evaluation
 from .executor import HeldStage
 from .expert_part import Experts
@@ -48,6 +50,7 @@ from .format_times import format_costs
 from .late_losses import LateLosses
 from .migration import Migrator, Seat, StageParameters
 from .model_support import Around
+from .module import CausalLMPipeline
 from .natural_gradient_part import NaturalGradientPart, loss_scale_of
 from .optimizer_setup import check_own_parameters, step_options
 from .pipeline_links import Links
@@ -155,6 +158,19 @@ def make_stages(engine: PacelineEngine) -> list[HeldStage]:
             )
         )
     return held
+
+
+def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
+    """None where no stage waits for the gradients of one that is computed again."""
+    choice, device = engine.plan.schedule, torch.device(engine.device)
+    if not isinstance(engine.module, CausalLMPipeline) or not engine.is_pipe_parallel or choice.is_asynchronous:
+        return None
+
+    def room() -> float:
+        free = room_bytes(device, ranks_sharing(device))
+        return float(free if choice.memory_bytes is None else min(free, choice.memory_bytes))
+
+    return EarlyRoom(engine.meter, room)
 
 
 def _reduces_early(engine: PacelineEngine) -> bool:

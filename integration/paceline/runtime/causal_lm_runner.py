@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..comm.shapes import Meta, Shapes, Value, meta_of
+from ..hf.early_recomputation import Checkpoints
 from ..hf.masks import known
 from ..hf.stage import LABELS, LOGITS, SIDE_INPUTS, CausalLMStage
 from ..measure.flops import TOP_K, first_of
 from ..optim.gradient_buckets import Completes
 from ..optim.stacked_experts import most_deferred_bytes
+from .early_room import Extent
 from .micro_batches import MicroBatch, MicroBatchShape
 from .module import CausalLMPipeline
 from .natural_gradient_part import heads_of
@@ -301,6 +303,19 @@ class CausalLMRunner(StageRunner):
         model, tokens = self._module.models[self._chunk], max(shape.batch * shape.length for shape in self._book.shapes)
         rows = tokens * first_of(self._module.config.get_text_config(), TOP_K)
         return most_deferred_bytes(model, heads_of(model), tokens=tokens, rows=rows)
+
+    def checkpoints(self, *, counts: bool) -> Checkpoints | None:
+        """None also where replicas share experts: layers are then collective, and each rank waits at its own time."""
+        module = self._module
+        if not module.recomputes(self.stage) or module.expert_groups.size > 1 or not self.runs_backward:
+            return None
+        return Checkpoints(self._device, module if counts else None)
+
+    def extent(self, number: int | None = None) -> Extent | None:
+        shapes = list(self._book.shapes) if number is None else [self._book.shapes[number]]
+        if not shapes:
+            return None
+        return Extent(max(shape.batch * shape.length for shape in shapes), max(shape.length for shape in shapes))
 
     # -- the boundary
 

@@ -169,7 +169,13 @@ class PacelineEngine(PipelineEngine):
         self._deferral = Deferral()
         self._splits = False
         """Whether layers can leave gradients of weights for later."""
-        self.executor = Executor(self.held, meter=self.meter, transports=self.links.transports, deferral=self._deferral)
+        self.executor = Executor(
+            self.held,
+            meter=self.meter,
+            transports=self.links.transports,
+            deferral=self._deferral,
+            early_room=assembly.make_early_room(self),
+        )
         self._evaluation = assembly.make_evaluation(self)
         self.programs = Programs(self.plan.schedule, self.support.routes, self.links.device_number, self.links.order)
         self._split_backwards()
@@ -414,7 +420,8 @@ class PacelineEngine(PipelineEngine):
             self.controller.before_step()
         recorder = self.meter.recorder
         recorder.begin((self.schedule.name, self.cut))
-        self.meter.measures_memory_of = None if self.controller is None else self.cut
+        recomputes = isinstance(self.module, CausalLMPipeline) and self.module.is_recomputed
+        self.meter.measures_memory_of = self.cut if self.controller is not None or recomputes else None
         # Garbage is collected between steps, by all ranks at once; a pause within one would hold up all stages in turn.
         collects = gc.isenabled()
         gc.disable()

@@ -7,6 +7,7 @@ With a flush or without one, with one held stage or several, forwards only or wi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,9 +33,10 @@ from ..schedules.lower import (
     WAIT_GRADIENT,
     Op,
 )
-from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ..supervise.watch import DEVICE, EVERYONE, WATCH
 from .boundary import Boundary, detached
+from .early_room import EarlyRoom
 from .meter import Meter
 from .stage_runner import Live, StageRunner
 
@@ -133,6 +135,7 @@ class Executor:
         meter: what computations take.
         transports: issue what they have collected before a rank computes or waits.
         deferral: has the stages' layers leave gradients of weights for later; for programs with split backwards.
+        early_room: tells in which steps activations are computed again before their gradient is there; None: in none.
     """
 
     def __init__(
@@ -142,12 +145,15 @@ class Executor:
         meter: Meter,
         transports: Sequence[Transport],
         deferral: Deferral | None = None,
+        early_room: EarlyRoom | None = None,
     ) -> None:
         self.held = tuple(held)
         self._meter, self._transports = meter, tuple(transports)
         self._operations = [stage.operations() for stage in self.held]
         self._live: dict[tuple[int, int], Live] = {}
         self._deferral, self._deferred = deferral, dict[tuple[int, int], Deferred]()
+        self._early_room = early_room
+        self._recomputes_early = False
         self.chunk = 0
         """The chunk whose operations run, or ran last."""
         self.is_last_backward = False
@@ -180,6 +186,7 @@ class Executor:
             # Layers are timed in whole backwards, which give the same gradients.
             splits = any(op.kind == RUN_BACKWARD_INPUT for op in ops)
             self._deferral.is_on = splits and not self._meter.times_single_layers
+        self._recomputes_early = trains and not goes_on and self._has_early_room(ops)
         ending = (COMPLETE,) if goes_on else BACKWARDS
         last = {(op.chunk, op.lag): op.micro_batch for op in ops if op.kind in ending}
         completing = {} if goes_on else completing_ops(ops, is_split=self._splits)
@@ -210,8 +217,12 @@ class Executor:
                 completes = Completes.ALL if goes_on and is_last else completing.get(op, Completes.NOTHING)
                 self._backward(op, live, number, completes, is_last=is_last)
             elif kind == RUN_FORWARD:
-                self._forward(chunk, live, number)
+                self._forward(chunk, live, number, trains=trains and not goes_on)
             else:
+                if kind == WAIT_GRADIENT and self._recomputes_early and live.checkpoints is not None:
+                    doing("computing activations again", DEVICE)
+                    self._meter.compute(RECOMPUTE, number, live.checkpoints.recompute, chunk)
+                    doing(*told)
                 run(live, number)
             if kind in ends[chunk]:
                 del live_of[chunk, number]
@@ -219,12 +230,19 @@ class Executor:
             transport.finish()
         self.chunk = 0
 
-    def _forward(self, chunk: int, live: Live, number: int) -> None:
+    def _has_early_room(self, program: Sequence[Op]) -> bool:
+        return self._early_room is not None and self._early_room.suffices(program, self.held[0].runner.extent())
+
+    def _forward(self, chunk: int, live: Live, number: int, *, trains: bool) -> None:
         held = self.held[chunk]
+        counts = trains and self._early_room is not None and self._meter.counts_forward(chunk)
+        if counts or self._recomputes_early:
+            live.checkpoints = held.runner.checkpoints(counts=counts)
 
         def run() -> None:
             held.boundary.unpack_activation(live, number)
-            held.runner.forward(live, number)
+            with nullcontext() if live.checkpoints is None else live.checkpoints.collecting():
+                held.runner.forward(live, number)
             held.boundary.pack_activation(live)
 
         self._meter.compute(FORWARD, number, run, chunk)
@@ -242,7 +260,11 @@ class Executor:
         def run() -> None:
             if runner.runs_backward:
                 held.boundary.unpack_gradient(live)
-                runner.backward(live, number, completes)
+                checkpoints, live.checkpoints = live.checkpoints, None
+                with nullcontext() if checkpoints is None else checkpoints.around_backward():
+                    runner.backward(live, number, completes)
+                if checkpoints is not None:
+                    self._meter.recomputed(checkpoints.num_bytes, runner.extent(number), chunk)
                 held.boundary.pack_gradient(live)
 
         def run_input() -> None:

@@ -18,7 +18,7 @@ from ..planning.rebalance import NOT_UNEVEN, Uneven
 from ..planning.repartition import ItemCosts, Layout, item_costs
 from ..schedules.costs import Costs, Link
 from ..schedules.directions import chunks_of
-from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from .rank_reports import WAIT, LaneKey, LayerReport, Report, Routes, Seen, is_ring, messages
 from .step_spans import OF_SCHEDULE, step_spans
 
@@ -55,6 +55,8 @@ class MeasuredCosts:
     weight_shares: dict[int, list[float]] = field(default_factory=dict)
     """Share of a backward that is the gradients of weights, by micro-batch size, one number a cell, where backwards
     were split."""
+    ahead_shares: dict[int, list[float]] = field(default_factory=dict)
+    """Share of a backward that ran before its gradient was there, by micro-batch size, one number a cell."""
     split_factor: float = 1.0
     """How many times as long as a whole backward the two parts of a split one take."""
     message_bytes: dict[int, list[float]] = field(default_factory=dict)
@@ -187,6 +189,9 @@ class MeasuredCosts:
             self._take_split_factor(size)
             backwards[size] = [seconds / self.split_factor for seconds in split]
             self.weight_shares[size] = [own / sum(pair) if (own := pair[1]) else 0.0 for pair in pairs]
+        ahead = self._means(reports, RECOMPUTE)
+        for size, cells in backwards.items():
+            self.ahead_shares[size] = _ratios(ahead.get(size, [0.0] * len(cells)), cells)
         for found, known in ((forwards, self.forward_s), (backwards, self.backward_s)):
             for size, cells in found.items():
                 before = known.get(size, cells)
@@ -430,9 +435,18 @@ class MeasuredCosts:
             speeds=speeds,
             weight_s=tuple(share * whole for share, whole in zip(shares, backward_s, strict=bool(shares))),
             deferred_bytes=tuple(deferred),
+            ahead_s=self._ahead_s(size, backward_s),
             gradient_share=self.gradient_share,
             split_factor=self.split_factor,
         )
+
+    def _ahead_s(self, size: int, backward_s: Sequence[float]) -> tuple[float, ...]:
+        """Seconds of each stage's backward that run before its gradient is there, the mean of its devices."""
+        shares = self.ahead_shares.get(size, ())
+        if not any(shares):
+            return ()
+        means = [fmean(shares[stage :: self.num_stages]) for stage in range(self.num_stages)]
+        return tuple(min(share, 1.0) * whole for share, whole in zip(means, backward_s, strict=True))
 
     def _per_stage(self, size: int) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
         """Seconds of each stage's forward and backward on a device of speed 1, and the devices' speeds.
@@ -514,7 +528,9 @@ def _seconds(steps: Sequence[StepTimes], kind: str, chunk: int) -> float:
     """Seconds of a forward or backward and of the host beside it: the mean of what repeats from step to step."""
     usual = without_once(steps, lambda step: step.mean(kind, chunk) or 0.0)
     own = recurring_mean(seconds for step in usual for seconds in step.durations(kind, chunk))
-    return own + fmean(map(_overhead, usual))
+    # What ran before a backward's gradient was there is a computation of its own.
+    parts = 2 if kind in (BACKWARD, BACKWARD_INPUT) and usual[-1].durations(RECOMPUTE, chunk) else 1
+    return own + parts * fmean(map(_overhead, usual))
 
 
 def _ratios(values: Sequence[float], by: Sequence[float]) -> list[float]:

@@ -12,6 +12,7 @@ from ..measure.clock import Clock
 from ..measure.layer_timer import LayerTimer
 from ..measure.recorder import Recorded, Recorder, SavedBytes
 from ..schedules.schedule import BACKWARD, FORWARD
+from .early_room import Extent
 from .movable_layers import Layers
 from .rank_reports import WAIT, LayerReport
 
@@ -33,6 +34,9 @@ class Meter:
         """The same of one between the backward of the inputs and that of the weights."""
         self._most_deferred_bytes: dict[int, dict[int, float]] = {}
         """The most that it can be, until it is measured."""
+        self.recomputed_bytes: dict[int, dict[int, tuple[Extent, float]]] = {}
+        """What the activations that are computed again keep beside, by micro-batch size and chunk, with the size of the
+        one that was measured."""
         self.measures_memory_of: int | None = None
         """Micro-batch size of which each chunk's next forward tells what it keeps, if that is not known."""
         self._module, self._device = module, device
@@ -53,7 +57,7 @@ class Meter:
         if timer is not None:
             timer.begin(kind)
         size = self.measures_memory_of
-        if kind == FORWARD and size is not None and chunk not in self.saved_bytes.get(size, ()):
+        if kind == FORWARD and size is not None and self.counts_forward(chunk):
             self._measure_memory(run, size, chunk)
             recorder.leave_out(kind, number, chunk)
         else:
@@ -84,6 +88,16 @@ class Meter:
             most = most_bytes()
             if most is not None:
                 self._most_deferred_bytes.setdefault(size, {})[chunk] = most
+
+    def counts_forward(self, chunk: int) -> bool:
+        """Whether the next forward of a chunk tells what it keeps."""
+        size = self.measures_memory_of
+        return size is not None and chunk not in self.saved_bytes.get(size, ())
+
+    def recomputed(self, num_bytes: float | None, extent: Extent | None, chunk: int) -> None:
+        """Note what the activations of a micro-batch keep that were computed again, if they were counted."""
+        if self.measures_memory_of is not None and num_bytes is not None and extent is not None:
+            self.recomputed_bytes.setdefault(self.measures_memory_of, {})[chunk] = extent, num_bytes
 
     def update(self, kind: str, run: Callable[[], None]) -> None:
         """Record when gradients are reduced (``"reduce"``) or an update is made (``"step"``)."""
@@ -143,4 +157,5 @@ class Meter:
         self.saved_bytes.clear()
         self._deferred_bytes.clear()
         self._most_deferred_bytes.clear()
+        self.recomputed_bytes.clear()
         self.recorder.forget()

@@ -26,6 +26,7 @@ from ..config.exclusions import HEAD, ROUTER_LOSS
 from ..config.section import HETERO, WORK, Method, check_method
 from ..hf.anatomy import Anatomy, anatomy_of
 from ..hf.check import require_halves, require_slices
+from ..hf.early_recomputation import recompute_early
 from ..hf.layer_blocks import blocks_of
 from ..hf.model_workload import work_of_items
 from ..hf.paths import check_model_path
@@ -373,11 +374,17 @@ class CausalLMPipeline(PipelineModule):
         self.expert_groups = ExpertGroups.create(data_groups, expert_parallel, self.global_rank)
         if gradient_checkpointing:
             self.enable_gradient_checkpointing()
+        for model in self.models if self.recomputed else ():
+            recompute_early(model)
 
     @property
     def is_recomputed(self) -> bool:
         """Whether activations of any layer, on any stage, are computed again in the backward pass."""
         return bool(self.recomputed)
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether activations of any layer of a stage that is here are computed again in the backward pass."""
+        return bool(self.recomputed) and bool(self._recomputed_of(stage))
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of each decoder layer in the backward pass."""

@@ -20,15 +20,17 @@ from torch import Tensor
 
 from ..comm.formats import Parcel
 from ..comm.shapes import Meta, Value, meta_of
+from ..hf.early_recomputation import Checkpoints
 from ..optim.gradient_buckets import Completes
 from ..optim.linear_layers import Deferred
+from .early_room import Extent
 from .reach import Reach
 
 
 class Live:
     """A micro-batch in one of a rank's stages, from its first operation to its last: all that is kept of it."""
 
-    __slots__ = ("gradients", "incoming", "inputs", "label_tokens", "labels", "outgoing", "outputs")
+    __slots__ = ("checkpoints", "gradients", "incoming", "inputs", "label_tokens", "labels", "outgoing", "outputs")
 
     def __init__(self) -> None:
         self.inputs: Any = None
@@ -42,6 +44,8 @@ class Live:
         """Encoded activations from the stage before, until the forward begins."""
         self.outgoing: Parcel | None = None
         """What the last computation has encoded, until it is sent."""
+        self.checkpoints: Checkpoints | None = None
+        """Activations that may be computed again before the backward."""
 
 
 @dataclass
@@ -124,6 +128,18 @@ class StageRunner(ABC):
     def most_deferred_bytes(self) -> float | None:
         """Bytes that a backward of the inputs would leave for later at most, for any micro-batch of the step; None: as
         many as are kept before, or nobody knows."""
+        return None
+
+    def checkpoints(self, *, counts: bool) -> Checkpoints | None:
+        """Activations of a micro-batch that may be computed again before its gradient is there; None: there are none.
+
+        Args:
+            counts: count their bytes in the backward.
+        """
+        return None
+
+    def extent(self, number: int | None = None) -> Extent | None:
+        """Size of a micro-batch; without a number, of the largest of the step."""
         return None
 
     # -- the boundary

@@ -65,6 +65,8 @@ class Costs:
         weight_s: the part of ``backward_s`` that is the gradients of the weights, one a stage; what is left is that of
             the inputs. Empty: half.
         split_factor: how many times as long as ``backward_s`` its two parts take together, where a backward is split.
+        ahead_s: the part of ``backward_s`` that needs no gradient, and runs before the one that the backward waits for
+            is there: activations that are computed again. One a stage. Empty: none.
         deferred_bytes: what one micro-batch keeps in memory from the backward of the inputs to that of the weights, one
             a stage. Empty: all that it kept before.
 
@@ -85,6 +87,7 @@ class Costs:
     speeds: tuple[float, ...] = ()
     weight_s: tuple[float, ...] = ()
     deferred_bytes: tuple[float, ...] = ()
+    ahead_s: tuple[float, ...] = ()
     gradient_share: float = 1.0
     split_factor: float = 1.0
 
@@ -93,7 +96,7 @@ class Costs:
         if not stages:
             raise ValueError("forward_s is empty: give the seconds of a forward, one number a stage.")
         lengths = {"backward_s": stages, "message_bytes": stages - 1, "down": stages - 1, "up": stages - 1}
-        lengths |= dict.fromkeys(("activation_bytes", "weight_s", "deferred_bytes"), stages)
+        lengths |= dict.fromkeys(("activation_bytes", "weight_s", "deferred_bytes", "ahead_s"), stages)
         for name, length in lengths.items():
             got = len(getattr(self, name))
             if got != length and (got or name == "backward_s"):
@@ -117,6 +120,12 @@ class Costs:
                     f"weight_s[{stage}] is {part} and backward_s[{stage}] {whole}: give the part of the backward that"
                     " is the gradients of the weights."
                 )
+        for stage, (part, whole) in enumerate(zip(self.ahead_s, self.backward_s, strict=bool(self.ahead_s))):
+            if part > whole:
+                raise ValueError(
+                    f"ahead_s[{stage}] is {part} and backward_s[{stage}] {whole}: give the part of the backward that"
+                    " needs no gradient."
+                )
         for name in ("down", "up"):
             for index, link in enumerate(getattr(self, name)):
                 _above_zero(f"{name}[{index}].bytes_per_s", link.bytes_per_s)
@@ -138,6 +147,14 @@ class Costs:
         return {
             FORWARD: self.forward_s, BACKWARD: self.backward_s, BACKWARD_INPUT: input_s, BACKWARD_WEIGHT: weight_s
         }  # fmt: skip
+
+    @cached_property
+    def seconds_ahead(self) -> dict[str, tuple[float, ...]]:
+        """By kind of action: the part of :attr:`seconds` that may run before the action's input is there."""
+        ahead_s = self.ahead_s or (0.0,) * len(self.forward_s)
+        nothing = (0.0,) * len(self.forward_s)
+        of_inputs = tuple(map(min, ahead_s, self.seconds[BACKWARD_INPUT]))
+        return {FORWARD: nothing, BACKWARD: ahead_s, BACKWARD_INPUT: of_inputs, BACKWARD_WEIGHT: nothing}
 
     @cached_property
     def kept_bytes(self) -> dict[str, tuple[float, ...]]:
@@ -200,12 +217,17 @@ class Costs:
             weight_s=parts(self.weight_s),
             activation_bytes=parts(self.activation_bytes),
             deferred_bytes=parts(self.deferred_bytes),
+            ahead_s=parts(self.ahead_s),
             message_bytes=tuple(
                 middles[b // v] if (b + 1) % v else sizes[b // v] for b in range(len(route) - 1 if sizes else 0)
             ),
             down=tuple(forth for forth, _ in ways),
             up=tuple(back for _, back in ways),
         )
+
+    def without_ahead(self) -> Costs:
+        """The same where no part of a backward runs before its gradient is there: in steps without a flush."""
+        return replace(self, ahead_s=()) if self.ahead_s else self
 
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file: what is empty is left out, and an infinite rate is null."""

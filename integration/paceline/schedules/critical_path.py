@@ -6,7 +6,7 @@ from array import array
 
 from .costs import Costs
 from .events import Replay, Visits
-from .schedule import BACKWARD_WEIGHT, Schedule
+from .schedule import BACKWARD_WEIGHT, RECOMPUTE, Schedule
 from .timeline import Span, Transfer
 
 
@@ -28,17 +28,22 @@ def critical_path_of(schedule: Schedule, costs: Costs, visits: Visits, replay: R
     positions = visits.table("q", -1, num_micro_batches)
     line_before = visits.table("q", -1, num_micro_batches)
     ended_s = [array("d") for _ in schedule.orders]
+
+    def ahead_s(kind: str, rank: int, chunk: int) -> float:
+        return visits.ahead[kind][rank][chunk] if visits.ahead else 0.0
+
     last_of_visit = [-1] * len(visits.rank)
     for rank, order in enumerate(schedule.orders):
         now = 0.0
         for position, (kind, micro_batch, chunk) in enumerate(order):
+            now += (ahead := ahead_s(kind, rank, chunk))
             if kind != BACKWARD_WEIGHT:
                 visit = visits.of[kind][rank][chunk]
                 now = max(now, replay.arrived_s[visit][micro_batch])
                 positions[visit][micro_batch] = position
                 line_before[visit][micro_batch] = last_of_visit[visit]
                 last_of_visit[visit] = micro_batch
-            now += visits.seconds[kind][rank][chunk]
+            now += visits.seconds[kind][rank][chunk] - ahead
             ended_s[rank].append(now)
 
     ranks = range(schedule.num_ranks)
@@ -50,11 +55,14 @@ def critical_path_of(schedule: Schedule, costs: Costs, visits: Visits, replay: R
         path.append(Span(rank, "step", -1, 0, latest_s, latest_s + costs.step_s))
     while True:
         kind, micro_batch, chunk = schedule.orders[rank][position]
-        free = ended_s[rank][position - 1] if position else 0.0
+        before = ended_s[rank][position - 1] if position else 0.0
+        free = before + ahead_s(kind, rank, chunk)
         visit = -1 if kind == BACKWARD_WEIGHT else visits.of[kind][rank][chunk]
         arrival = 0.0 if visit < 0 else replay.arrived_s[visit][micro_batch]
         path.append(Span(rank, kind, micro_batch, chunk, max(free, arrival), ended_s[rank][position]))
         if position and free >= arrival:
+            if free > before:
+                path.append(Span(rank, RECOMPUTE, micro_batch, chunk, before, free))
             position -= 1
             continue
         if visit % visits.num_of_direction == 0:

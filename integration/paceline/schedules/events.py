@@ -9,6 +9,7 @@ inputs; that of the weights is no visit: its input is there when its turn comes,
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from itertools import chain
 from math import inf, isfinite
@@ -30,7 +31,8 @@ class Visits:
     it stays on its rank or where there is none.
 
     ``of``: by kind of action, rank and chunk: its visit (none for the backward of the weights). ``seconds``: as ``of``:
-    what the action takes. ``num_of_direction``: visits that one direction has, the last of which hands on nothing.
+    what the action takes. ``ahead``: as ``of``: the part of it that runs before the action's input is there; empty:
+    none. ``num_of_direction``: visits that one direction has, the last of which hands on nothing.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
@@ -48,13 +50,8 @@ class Visits:
         for visit, (rank, chunk) in enumerate(zip(self.rank, self.chunk, strict=True)):
             (forward if self.is_forward(visit) else backward)[rank][chunk] = visit
         self.of: dict[str, list[list[int]]] = {FORWARD: forward, BACKWARD: backward, BACKWARD_INPUT: backward}
-        self.seconds: dict[str, list[list[float]]] = {
-            kind: [
-                [of_stage[stage] / (costs.speeds[rank] if costs.speeds else 1.0) for stage in stages]
-                for rank, stages in enumerate(schedule.stages)
-            ]
-            for kind, of_stage in costs.seconds.items()
-        }
+        self.seconds = _on_ranks(costs.seconds, schedule, costs)
+        self.ahead = _on_ranks(costs.seconds_ahead, schedule, costs) if any(costs.ahead_s) else {}
         sizes = costs.message_bytes or (0.0,) * (num_stages - 1)
         free = (Link(),) * len(sizes)
         back = [costs.gradient_share * size for size in reversed(sizes)]
@@ -74,6 +71,19 @@ class Visits:
         return rows * (len(self.rank) // len(rows))
 
 
+def _on_ranks(
+    seconds: Mapping[str, tuple[float, ...]], schedule: Schedule, costs: Costs
+) -> dict[str, list[list[float]]]:
+    """By kind, rank and chunk, from what is by kind and stage."""
+    return {
+        kind: [
+            [of_stage[stage] / (costs.speeds[rank] if costs.speeds else 1.0) for stage in stages]
+            for rank, stages in enumerate(schedule.stages)
+        ]
+        for kind, of_stage in seconds.items()
+    }
+
+
 class Replay(NamedTuple):
     """When the input of each action arrived, by visit and micro-batch (negative: there is no such action), and when
     the last action ended.
@@ -84,7 +94,8 @@ class Replay(NamedTuple):
 
 
 def replay(schedule: Schedule, costs: Costs, visits: Visits, phase: float | None = None) -> Replay:
-    """Run every rank's actions in order, each as soon as its input is there; sends never hold up compute.
+    """Run every rank's actions in order, each as soon as its input is there; sends never hold up compute. What needs no
+    input runs before.
 
     That is one event an action, and one or two more for a message that shares a host's sending side.
 
@@ -99,7 +110,7 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits, phase: float | None
         ValueError: the schedule cannot be executed.
     """
     num_ranks, num_micro_batches = schedule.num_ranks, schedule.num_micro_batches
-    visit_of, seconds_of = visits.of, visits.seconds
+    visit_of, seconds_of, ahead_of = visits.of, visits.seconds, visits.ahead
     rank_of, num_bytes = visits.rank, visits.num_bytes
     occupied_s = [size / link.bytes_per_s if link else 0.0 for size, link in zip(num_bytes, visits.link, strict=True)]
     latency_s = [link.latency_s if link else 0.0 for link in visits.link]
@@ -159,6 +170,10 @@ def replay(schedule: Schedule, costs: Costs, visits: Visits, phase: float | None
                 if kind == BACKWARD_WEIGHT:
                     now += seconds
                     continue
+                if ahead_of:
+                    ahead = ahead_of[kind][rank][chunk]
+                    now += ahead
+                    seconds -= ahead
                 visit = visit_of[kind][rank][chunk]
                 ready = arrived_s[visit][micro_batch]
                 if ready < 0:

@@ -38,7 +38,7 @@ _MAKE: dict[str, Callable[[int, int], Action]] = {
 
 
 Wanted: TypeAlias = tuple[str, int, int, float, bool]
-"""A forward, or a backward of inputs, that a rank would run next: kind, micro-batch, chunk; when its input arrives,
+"""A forward, or a backward of inputs, that a rank would run next: kind, micro-batch, chunk; from when on it may run,
 infinite where that is not known yet; and whether what it keeps fits into memory.
 """
 
@@ -58,6 +58,12 @@ class Desk:
             kind: [[of_stage[stage] for stage in stages] for stages in shape.stages]
             for kind, of_stage in costs.kept_bytes.items()
         }
+
+    def begins_s(self, kind: str, rank: int, chunk: int, micro_batch: int) -> float:
+        """When an action may begin, if its rank is free: when its input is there, or as much before as needs none."""
+        ahead = self.visits.ahead
+        arrival_s = self.arrived_s[self.visits.of[kind][rank][chunk]][micro_batch]
+        return float(arrival_s - ahead[kind][rank][chunk] if ahead else arrival_s)
 
 
 class Wishes(Protocol):
@@ -86,9 +92,9 @@ class _Given:
         if done == len(order):
             return None
         kind, micro_batch, chunk = order[done]
-        arrival_s = desk.arrived_s[desk.visits.of[kind][rank][chunk]][micro_batch]
+        begins_s = desk.begins_s(kind, rank, chunk, micro_batch)
         has_room = desk.held_bytes[rank] + desk.change_bytes[kind][rank][chunk] <= desk.room_bytes[rank]
-        return kind, micro_batch, chunk, arrival_s, has_room
+        return kind, micro_batch, chunk, begins_s, has_room
 
     def ran(self, rank: int, kind: str, chunk: int) -> None:
         self._done[rank] += 1
@@ -102,15 +108,12 @@ class _Ready:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        num_chunks, of = desk.shape.num_chunks, desk.visits.of
+        num_chunks = desk.shape.num_chunks
         kinds = [(BACKWARD_INPUT, chunk) for chunk in range(num_chunks)]
         kinds += [(FORWARD, chunk) for chunk in reversed(range(num_chunks))]
-        # By rank: kind, chunk, visit, and the room that it takes.
+        # By rank: kind, chunk, and the room that it takes.
         self._ways = [
-            [
-                (kind, chunk, of[kind][rank][chunk], self._room(rank, kind, chunk), number)
-                for number, (kind, chunk) in enumerate(kinds)
-            ]
+            [(kind, chunk, self._room(rank, kind, chunk), number) for number, (kind, chunk) in enumerate(kinds)]
             for rank in range(desk.shape.num_ranks)
         ]
         self._ran = [[0] * len(kinds) for _ in self._ways]
@@ -126,23 +129,23 @@ class _Ready:
             return None
         desk, ran = self._desk, self._ran[rank]
         free_bytes = desk.room_bytes[rank] - desk.held_bytes[rank]
-        num_micro_batches, arrived_s = desk.shape.num_micro_batches, desk.arrived_s
+        num_micro_batches = desk.shape.num_micro_batches
         blocked = None
         next_one: Wanted = (FORWARD, -1, 0, inf, True)
         soonest_s = inf
-        for kind, chunk, visit, room_bytes, number in self._ways[rank]:
+        for kind, chunk, room_bytes, number in self._ways[rank]:
             micro_batch = ran[number]
             if micro_batch == num_micro_batches:
                 continue
-            arrival_s = arrived_s[visit][micro_batch]
-            if arrival_s > now_s:
-                if arrival_s < soonest_s:
-                    soonest_s = arrival_s
-                    next_one = kind, micro_batch, chunk, arrival_s, True
+            begins_s = desk.begins_s(kind, rank, chunk, micro_batch)
+            if begins_s > now_s:
+                if begins_s < soonest_s:
+                    soonest_s = begins_s
+                    next_one = kind, micro_batch, chunk, begins_s, True
             elif room_bytes <= free_bytes:
-                return kind, micro_batch, chunk, arrival_s, True
+                return kind, micro_batch, chunk, begins_s, True
             elif blocked is None:
-                blocked = kind, micro_batch, chunk, arrival_s, False
+                blocked = kind, micro_batch, chunk, begins_s, False
         return blocked if blocked is not None and desk.deferred[rank] else next_one
 
     def ran(self, rank: int, kind: str, chunk: int) -> None:
@@ -221,15 +224,15 @@ def _run(desk: Desk, wishes: Wishes, patience: float) -> list[list[Action]] | No
             order.extend(backward_weight(*each) for each in deferred)
             is_done[rank] = True
             continue
-        kind, micro_batch, chunk, arrival_s, has_room = wanted
+        kind, micro_batch, chunk, begins_s, has_room = wanted
         if deferred:
             weight_s = visits.seconds[BACKWARD_WEIGHT][rank][deferred[0][1]]
-            if not has_room or (arrival_s > now and arrival_s - now >= patience * weight_s):
-                kind, (micro_batch, chunk), arrival_s = BACKWARD_WEIGHT, deferred.popleft(), now
-        waits[rank] = arrival_s > now
-        if arrival_s > now:
-            if arrival_s < inf:
-                heappush(events, (arrival_s, rank))
+            if not has_room or (begins_s > now and begins_s - now >= patience * weight_s):
+                kind, (micro_batch, chunk), begins_s = BACKWARD_WEIGHT, deferred.popleft(), now
+        waits[rank] = begins_s > now
+        if begins_s > now:
+            if begins_s < inf:
+                heappush(events, (begins_s, rank))
             continue
         end_s = now + visits.seconds[kind][rank][chunk]
         order.append(_MAKE[kind](micro_batch, chunk))
@@ -246,8 +249,10 @@ def _run(desk: Desk, wishes: Wishes, patience: float) -> list[list[Action]] | No
             free = link_free_s[visit]
             link_free_s[visit] = sent_s = (end_s if end_s > free else free) + occupied_s[visit]
             visit += 1
-            arrived_s[visit][micro_batch] = arrival_s = sent_s + latency_s[visit - 1]
+            arrived_s[visit][micro_batch] = sent_s + latency_s[visit - 1]
             target = visits.rank[visit]
             if waits[target]:
-                heappush(events, (arrival_s, target))
+                there = FORWARD if visits.is_forward(visit) else BACKWARD_INPUT
+                begins_s = desk.begins_s(there, target, visits.chunk[visit], micro_batch)
+                heappush(events, (begins_s if begins_s > now else now, target))
     return orders if all(is_done) else None

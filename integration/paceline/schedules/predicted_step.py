@@ -55,7 +55,7 @@ def predicted_step(order: Schedule | Stream, costs: Costs, begun: int = 0) -> Pr
 
 def _window(stream: Stream, costs: Costs, begun: int) -> Timeline:
     """A window of the beginning of a run, which goes on behind it."""
-    run = simulate(stream.unrolled(begun + stream.most_lag + 2), costs, timeline=True).timeline
+    run = simulate(stream.unrolled(begun + stream.most_lag + 2), costs.without_ahead(), timeline=True).timeline
     assert run is not None
     by_rank: list[list[Span]] = [[] for _ in range(stream.num_ranks)]
     for span in run.spans:

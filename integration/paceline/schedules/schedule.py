@@ -12,6 +12,11 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 and at any later time, on the same rank, the gradients of the weights. (Papers on zero bubbles call these B and W.)
 """
 
+RECOMPUTE = "R"
+"""The part of a backward that runs before its gradient is there: activations are computed again. No action of an order:
+it comes right before its backward.
+"""
+
 
 class Action(NamedTuple):
     """One forward (``"F"``) or backward of one micro-batch through one model chunk of a rank.

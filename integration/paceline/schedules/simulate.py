@@ -10,7 +10,7 @@ from .critical_path import critical_path_of
 from .dependencies import check_actions
 from .events import Replay, Visits, replay
 from .lower import is_forward_only
-from .schedule import BACKWARD_WEIGHT, FORWARD, Schedule
+from .schedule import BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Schedule
 from .timeline import Span, Timeline, Transfer
 from .verify import Peaks, peaks
 
@@ -68,7 +68,8 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Costs, *, timeline: bool = False, critical_path: bool = False) -> Simulation:
     """Replay one step: asynchronous sends, links that carry one message at a time, hosts that share what they send.
 
-    An action starts when its rank has ended the one before it and its input has arrived. Seconds are proportional to
+    An action starts when its rank has ended the one before it and its input has arrived; the part of a backward that
+    needs no gradient does not wait for one. Seconds are proportional to
     the number of actions. What is not modelled: the burst that a rate limiter lets through, and compute that slows down
     while messages move.
 
@@ -145,6 +146,10 @@ def _timeline(schedule: Schedule, costs: Costs, visits: Visits, replayed: Replay
                 now += seconds
                 continue
             visit = visits.of[kind][rank][chunk]
+            if visits.ahead and (ahead := visits.ahead[kind][rank][chunk]):
+                spans.append(Span(rank, RECOMPUTE, micro_batch, chunk, now, now + ahead))
+                now += ahead
+                seconds -= ahead
             start = max(now, replayed.arrived_s[visit][micro_batch])
             now = start + seconds
             spans.append(Span(rank, kind, micro_batch, chunk, start, now))

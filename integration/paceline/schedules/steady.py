@@ -72,6 +72,7 @@ def steady(stream: Stream, costs: Costs) -> Steady:
     Raises:
         ValueError: costs and stream do not fit.
     """
+    costs = costs.without_ahead()
     one_step = simulate(stream.unrolled(1), costs)
     some_steps = simulate(stream.unrolled(stream.most_lag + 2), costs)
     num_actions = sum(map(len, stream.windows))

@@ -72,6 +72,7 @@ def resampled_s(order: Schedule | Stream, costs: Costs, beginnings: Sequence[flo
     if isinstance(order, Schedule):
         visits = Visits(order, costs)
         return [replay(order, costs, visits, phase).end_s + costs.step_s for phase in beginnings]
+    costs = costs.without_ahead()
     first, run = order.unrolled(1), order.unrolled(1 + _STEPS)
     of_first, of_run = Visits(first, costs), Visits(run, costs)
     return [
