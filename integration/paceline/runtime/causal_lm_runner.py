@@ -304,12 +304,13 @@ class CausalLMRunner(StageRunner):
         rows = tokens * first_of(self._module.config.get_text_config(), TOP_K)
         return most_deferred_bytes(model, heads_of(model), tokens=tokens, rows=rows)
 
-    def checkpoints(self, *, counts: bool) -> Checkpoints | None:
-        """None also where replicas share experts: layers are then collective, and each rank waits at its own time."""
+    def may_recompute_early(self) -> bool:
+        """No where replicas share experts: layers are then collective, and each rank would run them at its own time."""
         module = self._module
-        if not module.recomputes(self.stage) or module.expert_groups.size > 1 or not self.runs_backward:
-            return None
-        return Checkpoints(self._device, module if counts else None)
+        return self.runs_backward and module.expert_groups.size == 1 and module.recomputes(self.stage)
+
+    def checkpoints(self, *, counts: bool) -> Checkpoints:
+        return Checkpoints(self._device, self._module if counts else None)
 
     def extent(self, number: int | None = None) -> Extent | None:
         shapes = list(self._book.shapes) if number is None else [self._book.shapes[number]]

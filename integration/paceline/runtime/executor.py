@@ -152,8 +152,10 @@ class Executor:
         self._operations = [stage.operations() for stage in self.held]
         self._live: dict[tuple[int, int], Live] = {}
         self._deferral, self._deferred = deferral, dict[tuple[int, int], Deferred]()
-        self._early_room = early_room
-        self._recomputes_early = False
+        self.early_room = early_room
+        self._checkpointed = [False] * len(self.held)
+        self.recomputes_early = False
+        """Whether the step that runs, or ran last, computes activations again before their gradient is there."""
         self.chunk = 0
         """The chunk whose operations run, or ran last."""
         self.is_last_backward = False
@@ -186,7 +188,7 @@ class Executor:
             # Layers are timed in whole backwards, which give the same gradients.
             splits = any(op.kind == RUN_BACKWARD_INPUT for op in ops)
             self._deferral.is_on = splits and not self._meter.times_single_layers
-        self._recomputes_early = trains and not goes_on and self._has_early_room(ops)
+        self._find_checkpoints(ops, has_early=trains and not goes_on)
         ending = (COMPLETE,) if goes_on else BACKWARDS
         last = {(op.chunk, op.lag): op.micro_batch for op in ops if op.kind in ending}
         completing = {} if goes_on else completing_ops(ops, is_split=self._splits)
@@ -217,9 +219,9 @@ class Executor:
                 completes = Completes.ALL if goes_on and is_last else completing.get(op, Completes.NOTHING)
                 self._backward(op, live, number, completes, is_last=is_last)
             elif kind == RUN_FORWARD:
-                self._forward(chunk, live, number, trains=trains and not goes_on)
+                self._forward(chunk, live, number)
             else:
-                if kind == WAIT_GRADIENT and self._recomputes_early and live.checkpoints is not None:
+                if kind == WAIT_GRADIENT and self.recomputes_early and live.checkpoints is not None:
                     doing("computing activations again", DEVICE)
                     self._meter.compute(RECOMPUTE, number, live.checkpoints.recompute, chunk)
                     doing(*told)
@@ -230,14 +232,20 @@ class Executor:
             transport.finish()
         self.chunk = 0
 
-    def _has_early_room(self, program: Sequence[Op]) -> bool:
-        return self._early_room is not None and self._early_room.suffices(program, self.held[0].runner.extent())
+    def _find_checkpoints(self, program: Sequence[Op], *, has_early: bool) -> None:
+        """Which chunks have activations that may be computed again early in this step, and whether they are."""
+        room = self.early_room if has_early else None
+        runners = [stage.runner for stage in self.held]
+        self._checkpointed = [room is not None and runner.may_recompute_early() for runner in runners]
+        self.recomputes_early = (
+            room is not None and any(self._checkpointed) and room.suffices(program, runners[0].extent())
+        )
 
-    def _forward(self, chunk: int, live: Live, number: int, *, trains: bool) -> None:
+    def _forward(self, chunk: int, live: Live, number: int) -> None:
         held = self.held[chunk]
-        counts = trains and self._early_room is not None and self._meter.counts_forward(chunk)
-        if counts or self._recomputes_early:
-            live.checkpoints = held.runner.checkpoints(counts=counts)
+        if self._checkpointed[chunk]:
+            counts = self._meter.counts_recomputed(chunk)
+            live.checkpoints = held.runner.checkpoints(counts=counts) if counts or self.recomputes_early else None
 
         def run() -> None:
             held.boundary.unpack_activation(live, number)

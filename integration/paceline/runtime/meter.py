@@ -57,7 +57,7 @@ class Meter:
         if timer is not None:
             timer.begin(kind)
         size = self.measures_memory_of
-        if kind == FORWARD and size is not None and self.counts_forward(chunk):
+        if kind == FORWARD and size is not None and chunk not in self.saved_bytes.get(size, ()):
             self._measure_memory(run, size, chunk)
             recorder.leave_out(kind, number, chunk)
         else:
@@ -89,10 +89,10 @@ class Meter:
             if most is not None:
                 self._most_deferred_bytes.setdefault(size, {})[chunk] = most
 
-    def counts_forward(self, chunk: int) -> bool:
-        """Whether the next forward of a chunk tells what it keeps."""
+    def counts_recomputed(self, chunk: int) -> bool:
+        """Whether it is to be counted what the activations of a chunk keep that are computed again."""
         size = self.measures_memory_of
-        return size is not None and chunk not in self.saved_bytes.get(size, ())
+        return size is not None and chunk not in self.recomputed_bytes.get(size, ())
 
     def recomputed(self, num_bytes: float | None, extent: Extent | None, chunk: int) -> None:
         """Note what the activations of a micro-batch keep that were computed again, if they were counted."""

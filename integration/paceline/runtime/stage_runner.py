@@ -130,13 +130,17 @@ class StageRunner(ABC):
         many as are kept before, or nobody knows."""
         return None
 
-    def checkpoints(self, *, counts: bool) -> Checkpoints | None:
-        """Activations of a micro-batch that may be computed again before its gradient is there; None: there are none.
+    def may_recompute_early(self) -> bool:
+        """Whether there are activations that may be computed again before their gradient is there."""
+        return False
+
+    def checkpoints(self, *, counts: bool) -> Checkpoints:
+        """Those of a micro-batch.
 
         Args:
             counts: count their bytes in the backward.
         """
-        return None
+        raise NotImplementedError(f"{type(self).__name__} computes nothing again early")
 
     def extent(self, number: int | None = None) -> Extent | None:
         """Size of a micro-batch; without a number, of the largest of the step."""
