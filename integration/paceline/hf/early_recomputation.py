@@ -8,6 +8,7 @@ generators that the first one had, so the numbers are the same in every bit.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -24,11 +25,14 @@ from ..measure.recorder import SavedBytes
 _ANCHOR = torch.empty(0, requires_grad=True)
 
 
-class _Now:
-    """What the computation that runs now belongs to."""
+class _Now(threading.local):
+    """What the computation of a thread belongs to."""
 
     checkpoints: Checkpoints | None = None
     repeats = False
+
+
+_NOW = _Now()
 
 
 class _Handle(torch.autograd.Function):
@@ -89,11 +93,11 @@ class Checkpoints:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Around the forward of the stage."""
-        _Now.checkpoints = self
+        _NOW.checkpoints = self
         try:
             yield
         finally:
-            _Now.checkpoints = None
+            _NOW.checkpoints = None
 
     def recompute(self) -> None:
         """Compute all of them again, the last one first."""
@@ -113,8 +117,8 @@ class Checkpoints:
 
         def with_handle(*args: Any, **kwargs: Any) -> Any:
             handle = _Handle.apply(_ANCHOR)
-            if _Now.checkpoints is not None:
-                _Now.checkpoints._begun = handle.grad_fn
+            if _NOW.checkpoints is not None:
+                _NOW.checkpoints._begun = handle.grad_fn
             elif counter is not None:  # it is computed again
                 with counter.counting():
                     return function(*args, **kwargs)
@@ -129,9 +133,9 @@ class Checkpoints:
 
 def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a layer whose activations are computed again; in transformers ``_gradient_checkpointing_func``."""
-    if _Now.checkpoints is None:
+    if _NOW.checkpoints is None:
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
-    return _Now.checkpoints.run(function, *args, **kwargs)
+    return _NOW.checkpoints.run(function, *args, **kwargs)
 
 
 def recompute_early(model: nn.Module) -> None:
@@ -148,13 +152,13 @@ def recompute_early(model: nn.Module) -> None:
 
 @contextmanager
 def _repeating() -> Iterator[None]:
-    before, _Now.repeats = _Now.repeats, True
+    before, _NOW.repeats = _NOW.repeats, True
     try:
         yield
     finally:
-        _Now.repeats = before
+        _NOW.repeats = before
 
 
 def is_repeated() -> bool:
     """Whether the forward that runs now is that of a layer that is computed again."""
-    return _Now.repeats or torch._C._current_graph_task_id() != -1
+    return _NOW.repeats or torch._C._current_graph_task_id() != -1

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.shapes import Meta, Value, meta_of
+from paceline.hf.early_recomputation import Checkpoints, checkpointed
 from paceline.measure.clock import Clock
 from paceline.optim.gradient_buckets import Completes
 from paceline.optim.linear_layers import Deferral, Deferred
 from paceline.runtime.boundary import Boundary
+from paceline.runtime.early_room import Extent
 from paceline.runtime.executor import Executor, HeldStage
 from paceline.runtime.meter import Meter
 from paceline.runtime.stage_runner import Live, StageRunner, gradient_of
@@ -160,7 +162,9 @@ def held_by(schedule: Schedule, rank: int, runners: list[StageRunner], queues: d
     return held
 
 
-def train(schedule: Schedule, order: str) -> tuple[list[list[list[nn.Linear]]], list[Ended], list[Executor]]:
+def train(
+    schedule: Schedule, order: str, made: type[LayerRunner] = LayerRunner, room: Any = None
+) -> tuple[list[list[list[nn.Linear]]], list[Ended], list[Executor]]:
     """One step: the layers of each rank and chunk, with their gradients."""
     inputs = torch.randn(MICRO_BATCHES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     queues: dict[Any, Any] = defaultdict(SimpleQueue)
@@ -176,13 +180,13 @@ def train(schedule: Schedule, order: str) -> tuple[list[list[list[nn.Linear]]], 
         try:
             meter = Meter(Clock(torch.device("cpu")), nn.Identity(), torch.device("cpu"))
             runners: list[StageRunner] = [
-                LayerRunner(stage, model(schedule.num_stages), inputs) for stage in schedule.stages[rank]
+                made(stage, model(schedule.num_stages), inputs) for stage in schedule.stages[rank]
             ]
             deferral = Deferral()
             for runner in runners:
                 deferral.adopt(runner.layer)  # type: ignore[attr-defined]
             held = held_by(schedule, rank, runners, queues, meter)
-            executors[rank] = Executor(held, meter=meter, transports=(), deferral=deferral)
+            executors[rank] = Executor(held, meter=meter, transports=(), deferral=deferral, early_room=room)
             meter.recorder.begin()
             executors[rank].run(
                 (*programs[rank], *FLUSHED_UPDATE), num_micro_batches=MICRO_BATCHES, updates=ended[rank]
@@ -220,6 +224,42 @@ def alone(num_stages: int, micro_batches: range) -> list[nn.Linear]:
             stream = layer(stream).tanh()
         stream.square().sum().backward()
     return layers
+
+
+class AgainRunner(LayerRunner):
+    """Its forward is computed again for the backward."""
+
+    def __init__(self, stage: int, layers: list[nn.Linear], inputs: Tensor) -> None:
+        super().__init__(stage, layers, inputs)
+        self.ran = 0
+
+    def forward(self, live: Live, number: int) -> None:
+        def run(x: Tensor) -> Tensor:
+            self.ran += 1
+            return self.layer(x).tanh()
+
+        live.outputs = checkpointed(run, live.inputs)
+        if self.is_last:
+            live.outputs = live.outputs.square().sum()
+
+    def may_recompute_early(self) -> bool:
+        return True
+
+    def checkpoints(self, *, counts: bool) -> Checkpoints:
+        return Checkpoints(torch.device("cpu"))
+
+    def extent(self, number: int | None = None) -> Extent:
+        return Extent(1, 1)
+
+
+class Always:
+    """Room in all steps, or in none."""
+
+    def __init__(self, suffices: bool) -> None:
+        self.answer = suffices
+
+    def suffices(self, program: object, most: object) -> bool:
+        return self.answer
 
 
 def both_ways() -> Schedule:
@@ -296,6 +336,34 @@ def test_gradients_are_those_of_one_process(name: str, order: str) -> None:
             Action(span.kind, span.number, span.chunk) for span in step.spans if span.kind in ("F", "B", "I", "W")
         ]
         assert tuple(computed) == order
+
+
+@pytest.mark.parametrize("suffices", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "dualpipev", "split"])
+def test_activations_are_computed_again_before_a_rank_waits_for_their_gradient(name: str, suffices: bool) -> None:
+    schedule = SCHEDULES[name]
+    found, _, executors = train(schedule, "free", AgainRunner, Always(suffices))
+    for chunks, order, executor in zip(found, schedule.orders, executors, strict=True):
+        cells = [stage for stage, _ in chunks]
+        for stage, runner in chunks:
+            assert torch.equal(
+                runner.layer.weight.grad, alone(schedule.num_stages, range(MICRO_BATCHES))[stage].weight.grad
+            )
+            assert runner.ran == 2 * MICRO_BATCHES
+        (step,) = executor._meter.recorder.steps()
+        waits = [stage < schedule.num_stages - 1 and stage + 1 not in cells for stage, _ in chunks]
+        wanted = list[Action]()
+        for action in order:
+            if action.kind in "BI" and waits[action.chunk]:
+                wanted += [Action("R", *action[1:])] * suffices + [Action("wait", action.micro_batch, 0)]
+            wanted.append(action)
+        ran = [Action(span.kind, span.number, span.chunk) for span in step.spans]
+        of_backwards = [
+            action
+            for number, action in enumerate(ran)
+            if action.kind in "RFBIW" or (action.kind == "wait" and ran[number + 1].kind in "BI")
+        ]
+        assert of_backwards == wanted
 
 
 def test_forwards_only_keep_nothing() -> None:

@@ -72,6 +72,33 @@ def test_the_halves_of_split_backwards_are_told_apart() -> None:
     assert known(Run().reports()).costs(2).weight_s == ()
 
 
+def early(reports: Sequence[Report], share: float, *, stages: Sequence[int]) -> Sequence[Report]:
+    """As if that share of each backward of some stages had run before its gradient was there."""
+    for report in reports:
+        for step in report.steps if report.device in stages else ():
+            spans = []
+            for span in step.spans:
+                if span.kind not in ("B", "I"):
+                    spans.append(span)
+                    continue
+                middle = span.start + share * (span.end - span.start)
+                spans += [replace(span, kind="R", end=middle), replace(span, start=middle)]
+            step.spans[:] = spans
+    return reports
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_what_ran_before_a_gradient_was_there_is_a_part_of_its_backward(is_split: bool) -> None:
+    run, share = Run(), 0.3
+    reports = split(run.reports(), 0.4) if is_split else run.reports()
+    own = known(early(reports, share, stages=(0, 1)))
+    costs, part = own.costs(2), 0.6 if is_split else 1.0
+    assert costs.backward_s == pytest.approx(run.backward_s)
+    assert costs.ahead_s == pytest.approx([share * part * run.backward_s[0], share * part * run.backward_s[1], 0.0])
+    own.update(run.reports(first_number=99))
+    assert own.costs(2).ahead_s == (), "nothing ran ahead any more"
+
+
 def test_what_splitting_costs_is_known_also_if_backwards_were_split_from_the_start() -> None:
     """As where each device has two stages. Sizes that were never whole follow."""
     whole = Run()

@@ -25,6 +25,7 @@ EVERYTHING = Costs(
     step_s=0.125,
     weight_s=(1.0, 1.5, 6.0),
     deferred_bytes=(5.0, 6.0, 20.0),
+    ahead_s=(0.5, 4.0, 0.0),
 )
 
 
@@ -99,6 +100,8 @@ def test_json_leaves_out_what_is_empty():
         ({"fixed_bytes": (inf, 0.0, 0.0)}, r"fixed_bytes\[0\] is inf: give a number from 0 upwards"),
         ({"weight_s": (1.0,)}, r"weight_s has 1 values and there are 3 stages: give 3, one a stage"),
         ({"weight_s": (1.0, 4.5, 1.0)}, r"weight_s\[1\] is 4.5 and backward_s\[1\] 4.0: give the part of the backward"),
+        ({"ahead_s": (1.0,)}, r"ahead_s has 1 values and there are 3 stages: give 3, one a stage"),
+        ({"ahead_s": (1.0, 4.5, 1.0)}, r"ahead_s\[1\] is 4.5 and backward_s\[1\] 4.0: give the part of the backward"),
         ({"deferred_bytes": (1.0, -1.0, 1.0)}, r"deferred_bytes\[1\] is -1.0: give a number from 0 upwards"),
         ({"down": (Link(0.0), Link())}, r"down\[0\].bytes_per_s is 0.0: give a number above 0"),
         ({"up": (Link(), Link(1.0, -1.0))}, r"up\[1\].latency_s is -1.0: give a number from 0 upwards"),

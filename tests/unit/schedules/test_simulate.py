@@ -13,11 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.schedules.asynchronous import one_direction
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.families import eager, forward_only, gpipe, interleaved, kfkb, one_f_one_b
+from paceline.schedules.predicted_step import predicted_step
 from paceline.schedules.schedule import Schedule, backward, backward_input, backward_weight, forward
 from paceline.schedules.simulate import simulate
+from paceline.schedules.steady import steady
 from paceline.schedules.timeline import Span, Transfer
+from paceline.schedules.variation import phases, resampled_s
 from paceline.schedules.verify import verify
 
 
@@ -58,6 +62,7 @@ def random_costs(random, schedule):
     return Costs(
         some(stages), backward_s, some(stages - 1), links(stages - 1), links(stages - 1), step_s=some(1)[0],
         weight_s=tuple(random.randrange(0, 9) / 8 * seconds for seconds in backward_s),
+        ahead_s=tuple(random.randrange(0, 9) / 8 * seconds for seconds in backward_s) if random.random() < 0.5 else (),
     )  # fmt: skip
 
 
@@ -74,7 +79,8 @@ def longest_path(schedule, costs):
             stage = schedule.stage(rank, action)
             whole, weight = costs.backward_s[stage], costs.weight_s[stage]
             seconds = {"F": costs.forward_s[stage], "B": whole, "I": whole - weight, "W": weight}[action.kind]
-            known[rank, position] = max(end(rank, position - 1), arrival(rank, action)) + seconds
+            ahead = min(costs.ahead_s[stage], seconds) if costs.ahead_s and action.kind in "BI" else 0.0
+            known[rank, position] = max(end(rank, position - 1) + ahead, arrival(rank, action)) + seconds - ahead
         return known[rank, position]
 
     def arrival(rank, action):
@@ -198,17 +204,22 @@ def check_timeline(schedule, step):
         spans = [span for span in timeline.spans if span.rank == rank]
         assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(step.busy_s[rank])
         computed = [span for span in spans if span.kind in "FBIW"]
+        ahead = {(span.micro_batch, span.chunk): span for span in spans if span.kind == "R"}
         assert [(s.kind, s.micro_batch, s.chunk) for s in computed] == [tuple(action) for action in order]
         now = 0.0
         for action, span in zip(order, computed, strict=True):
             down = action.kind == "F"
             stage = schedule.stage(rank, action)
+            if action.kind in "BI" and (before := ahead.pop((action.micro_batch, action.chunk), None)):
+                assert before.start_s == now
+                now = before.end_s
             if action.kind != "W" and schedule.num_ranks > 1 and stage != (0 if down else schedule.num_stages - 1):
                 sender = stage - 1 if down else stage + 1
                 what = "activation" if down else "gradient"
                 now = max(now, arrivals[what, rank, action.micro_batch, sender // schedule.num_ranks])
             assert span.start_s == now
             now = span.end_s
+        assert not ahead
 
 
 def check_critical_path(step):
@@ -225,6 +236,31 @@ def check_critical_path(step):
             transfer = whole[part[:5]]
             assert transfer.start_s <= part.start_s <= part.end_s <= transfer.end_s
             assert part.num_bytes == transfer.num_bytes
+
+
+@pytest.mark.parametrize("transfer_s", [0.0, 1.0])
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(2, 4), (4, 4), (4, 8), (8, 16)])
+def test_what_needs_no_gradient_is_not_waited_for(num_stages, num_micro_batches, transfer_s):
+    """A forward takes a second, and a backward three, of which one is a forward that is repeated. In the steady state
+    all stages compute; while the pipeline drains, each has repeated its forward when the gradient comes."""
+    costs = Costs.uniform(num_stages, 1.0, 3.0, transfer_s)
+    ahead = replace(costs, ahead_s=(1.0,) * num_stages)
+    order = one_f_one_b(num_stages, num_micro_batches)
+    waiting, early = (simulate(order, each).makespan_s for each in (costs, ahead))
+    if transfer_s:
+        assert waiting - early >= (num_stages - 1) * 1.0
+    else:
+        assert waiting == (num_micro_batches + num_stages - 1) * 4.0
+        assert early == waiting - (num_stages - 1) * 1.0
+    assert simulate(order, ahead).busy_s == simulate(order, costs).busy_s
+
+
+def test_without_a_flush_nothing_runs_ahead():
+    costs = Costs.uniform(4, 1.0, 3.0)
+    ahead, stream = replace(costs, ahead_s=(1.0,) * 4), one_direction(4, 8)
+    assert steady(stream, ahead) == steady(stream, costs)
+    assert resampled_s(stream, ahead, phases(2)) == resampled_s(stream, costs, phases(2))
+    assert predicted_step(stream, ahead, 3) == predicted_step(stream, costs, 3)
 
 
 def test_critical_path_of_two_stages():
