@@ -24,7 +24,14 @@ from .cluster import Cluster
 from .gradient_costs import GradientCosts
 from .memory import ItemMemory, StageMemory, again_bytes, stage_memory
 from .strategy import MEMORY, NEAR, Dropped, Plan, Ranking, faster_cut, in_slices, may_share_head, plan_of
-from .strategy_costs import SIMULATED_ACTIONS, TERMS, compute_terms, pipeline_costs, times_of_stages
+from .strategy_costs import (
+    SIMULATED_ACTIONS,
+    TERMS,
+    compute_terms,
+    pipeline_costs,
+    recomputing_early,
+    times_of_stages,
+)
 from .strategy_memory import even_boundaries, live_micro_batches, memory_of_devices, share_of
 from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
 from .strategy_times import ItemTime, item_times
@@ -48,13 +55,16 @@ def with_best_schedule(plan: Plan, workload: Workload, cluster: Cluster) -> tupl
     held = times_of_stages(workload, times, plan.boundaries)
     live = live_micro_batches(stages, count)
     each = [need.activations / number for need, number in zip(plan.memory, live, strict=True)]
+    share = share_of(strategy, workload)
     costs = replace(
         pipeline_costs(strategy, workload, cluster, plan.boundaries, held),
         weight_s=_by_stage(weights_s, plan.boundaries),
         split_factor=workload.stage.split_factor,
         activation_bytes=tuple(each),
-        deferred_bytes=_deferred(share_of(strategy, workload).items, plan.boundaries, each),
+        deferred_bytes=_deferred(share.items, plan.boundaries, each),
     )
+    left = [cluster.memory_bytes - need.total for need in plan.memory]
+    costs = recomputing_early(costs, strategy, workload, share, times, plan.boundaries, left)
     costs = _sharing_what_is_sent(costs, range(stages))
     room = _room(plan.memory, cluster)
     slacks = SLACKS if stages * count <= FEW else (0.0, 1.0)
@@ -113,6 +123,8 @@ def with_two_chunks(
     if most.total > cluster.memory_bytes:
         text = f"rank {number} needs {most.total / 2**30:.4g} GiB of {cluster.memory_bytes / 2**30:.4g} GiB"
         return Dropped(strategy, MEMORY, text, TWO_CHUNKS)
+    left = [cluster.memory_bytes - first[rank].total for rank in route]
+    costs = recomputing_early(costs, strategy, workload, share, times, boundaries, left)
     samples = micro_batches * size
     known = that_fit(IN_V, stages, samples, {size: costs}, _room(first, cluster))
     best = _fastest(known, stages, samples, _sharing_what_is_sent(costs, route))

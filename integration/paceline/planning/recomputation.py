@@ -196,6 +196,31 @@ def recomputed_s(seconds: Sequence[tuple[float, float]], which: Collection[int])
     return [(forth, back + forth * (index in which)) for index, (forth, back) in enumerate(seconds)]
 
 
+def early_s(
+    items: Sequence[ItemMemory],
+    forward_s: Sequence[float],
+    which: Collection[int],
+    boundaries: Sequence[int],
+    room_bytes: Sequence[float],
+) -> tuple[float, ...]:
+    """Seconds of each stage's backward that run before its gradient is there: forwards of recomputed layers, where all
+    of a stage have room at once.
+
+    Args:
+        items: memory with these recomputed.
+        forward_s: of each item.
+        which: items that are recomputed.
+        room_bytes: beside what each stage needs, one layer at a time among it.
+    """
+    found, blocks = [], items_per_layer(items)
+    for (start, stop), room in zip(pairwise(boundaries), room_bytes, strict=True):
+        again = [index for index in range(start, stop) if index in which]
+        whole = [items[index].working_bytes for index in again]
+        fits = sum(whole) / blocks - max(whole, default=0.0) <= room
+        found.append(sum(forward_s[index] for index in again) if fits else 0.0)
+    return tuple(found)
+
+
 def layers_of_stages(boundaries: Sequence[int], head_slices: int = 1) -> list[range]:
     """The items of each stage that are decoder layers.
 

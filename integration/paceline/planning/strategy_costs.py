@@ -22,7 +22,8 @@ from ..schedules.steady import period
 from ..schedules.stream import Stream
 from .cluster import Cluster, Fabric
 from .gradient_costs import GradientCosts
-from .strategy_memory import Share
+from .recomputation import early_s
+from .strategy_memory import Share, memory_of
 from .strategy_shape import Strategy
 from .strategy_times import ItemTime
 from .workload import Workload
@@ -51,6 +52,9 @@ def step_terms(
     """
     stages = times_of_stages(workload, times, boundaries)
     costs = pipeline_costs(strategy, workload, cluster, boundaries, stages)
+    if stream is None:
+        room = [cluster.memory_bytes - need.total for need in memory_of(share, boundaries, micro_batches)]
+        costs = recomputing_early(costs, strategy, workload, share, times, boundaries, room)
     simulated = stream is not None or 2 * strategy.pipeline * micro_batches <= SIMULATED_ACTIONS
     if stream is not None:
         pipeline_s = period(stream, _of_slowest_link(costs, stream)) * micro_batches / stream.num_micro_batches
@@ -122,6 +126,27 @@ def pipeline_costs(
     )
 
 
+def recomputing_early(
+    costs: Costs,
+    strategy: Strategy,
+    workload: Workload,
+    share: Share,
+    times: Sequence[ItemTime],
+    boundaries: Sequence[int],
+    room_bytes: Sequence[float],
+) -> Costs:
+    """Costs where stages recompute layers while they wait for a gradient: not with layers that are collective.
+
+    Args:
+        room_bytes: of each stage, beside what it needs.
+    """
+    if not workload.recomputed or strategy.tensor > 1 or strategy.expert > 1:
+        return costs
+    forward_s = [time.forward_s for time in times]
+    ahead_s = early_s(share.items, forward_s, workload.recomputed, boundaries, room_bytes)
+    return replace(costs, ahead_s=tuple(map(min, ahead_s, costs.backward_s)))
+
+
 def _link(fabric: Fabric) -> Link:
     return Link(fabric.bytes_per_s, fabric.latency_s)
 
@@ -136,6 +161,7 @@ def one_f_one_b_s(costs: Costs, micro_batches: int) -> float:
 
     seconds (no more than n_s of them fit into the round trip from stage s to the end and back), and the first one
     takes the whole round trip: ``(M − 1) · T + Σ (f_s + b_s) + 2 Σ c_s``.
+    What runs before its gradient is there does not count on round trips, but for the last stage's.
     """
     times = [forward + backward for forward, backward in zip(costs.forward_s, costs.backward_s, strict=True)]
     sent = [
@@ -145,7 +171,9 @@ def one_f_one_b_s(costs: Costs, micro_batches: int) -> float:
     period = max(times)
     round_trip = 0.0
     for stage in range(stages - 1, -1, -1):
-        round_trip += times[stage] + (2 * sent[stage] if stage < stages - 1 else 0.0)
+        round_trip += times[stage]
+        if stage < stages - 1:
+            round_trip += 2 * sent[stage] - (costs.ahead_s[stage] if costs.ahead_s else 0.0)
         if micro_batches > stages - stage:
             period = max(period, round_trip / (stages - stage))
     return (micro_batches - 1) * period + round_trip

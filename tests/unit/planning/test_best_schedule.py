@@ -267,6 +267,7 @@ def test_backwards_of_recomputed_layers_are_split() -> None:
         weight_s=(2 * BACKWARD_S / 2,) * 4,
         activation_bytes=tuple(each),
         deferred_bytes=tuple(own + 2 * (SAVED - SENT) for own in each),
+        ahead_s=(2 * FORWARD_S,) * 4,
     )
     order = FAMILIES[name](4, 8)
     assert name in SPLIT_IN_LINE

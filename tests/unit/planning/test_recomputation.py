@@ -15,6 +15,7 @@ from paceline.planning.recomputation import (
     Recomputable,
     Recomputation,
     counts_of_layers,
+    early_s,
     first_layers,
     num_layers,
     recomputed,
@@ -219,3 +220,16 @@ def test_boundaries_that_do_not_fit_say_which_stage() -> None:
         model.fewest((0, 3, 6), [500.0, 60.0])
     empty = model.fewest((0, 1, 6), [500.0, 300.0])  # a stage without a decoder layer
     assert counts_of_layers((0, 1, 6), empty.items) == (0, 3)
+
+
+@pytest.mark.parametrize(("more", "wanted"), [(-1.0, (6.0, 0.0, 0.0)), (0.0, (6.0, 9.0, 0.0))])
+def test_layers_that_have_room_at_once_are_recomputed_while_a_stage_waits(
+    more: float, wanted: tuple[float, ...]
+) -> None:
+    """The first stage has one such layer, which has room in any case, the second two, and the last none."""
+    items = [ItemMemory(str(number), 10, 50.0, 5.0, 7.0) for number in range(6)]
+    which = (1, 2, 3)
+    again = recomputed(items, which)
+    assert again[2].working_bytes == 57.0
+    room = (0.0, 57.0 + more, 0.0)
+    assert early_s(again, [1.0, 6.0, 4.0, 5.0, 1.0, 1.0], which, (0, 2, 4, 6), room) == wanted

@@ -348,7 +348,9 @@ def test_what_stays_on_a_device_is_not_sent() -> None:
 
 def test_the_weights_part_of_a_backward_goes_with_it() -> None:
     plan = layout([LAYER] * 4, (0, 3, 4))
-    now = replace(costs_of(plan, (1.0, 1.0)), weight_s=(3.0, 0.5))
+    now = replace(costs_of(plan, (1.0, 1.0)), weight_s=(3.0, 0.5), ahead_s=(3.0, 0.5))
     moved = plan.costs(now, (0, 1, 4))
     assert (moved.backward_s, moved.weight_s) == ((2.0, 6.0), (1.0, 1.5))
-    assert plan.costs(costs_of(plan, (1.0, 1.0)), (0, 1, 4)).weight_s == ()
+    assert moved.ahead_s == moved.weight_s
+    plain = plan.costs(costs_of(plan, (1.0, 1.0)), (0, 1, 4))
+    assert plain.weight_s == plain.ahead_s == ()

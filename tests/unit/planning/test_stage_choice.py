@@ -167,7 +167,7 @@ def test_layers_are_recomputed_so_that_an_option_fits() -> None:
         assert not found.why_not
         assert 0 < found.num_recomputed < len(layers)
         assert found.memory_bytes <= short.memory_bytes
-        assert free.step_s < found.step_s or tuned
+        assert free.step_s <= found.step_s or tuned, "recomputing takes no time where a stage would wait"
         assert f" GiB with {found.num_recomputed} recomputed layers" in found.text
     whole = predicted(option, again, short)
     assert predicted(option, work, short, recomputed=again).step_s < whole.step_s

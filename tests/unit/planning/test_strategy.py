@@ -187,7 +187,9 @@ def test_layers_are_recomputed_where_nothing_fits_otherwise() -> None:
         if plan.recomputes:
             assert max(stage.total for stage in plan.memory) <= limit
             free = step_s(plain)[plan.strategy]
-            assert free < plan.step_s <= step_s(slow)[plan.strategy]
+            # While a stage waits for messages recomputing takes no time.
+            assert free <= plan.step_s <= step_s(slow)[plan.strategy]
+            assert free < plan.step_s or plan.strategy.pipeline > 1
             assert sum(plan.recomputed_of_stages) == len(plan.recomputed)
             if plan.strategy.tensor > 1:
                 assert plan.recomputed == tuple(whole), "its engine has no choice"

@@ -88,6 +88,9 @@ def test_the_bubble_of_equal_stages_is_the_simulators(stages: int, micro_batches
     formula = one_f_one_b_s(costs, micro_batches)
     assert formula == pytest.approx(simulate(one_f_one_b(stages, micro_batches), costs).makespan_s)
     assert formula == pytest.approx(3.0 * (micro_batches + stages - 1))
+    early = replace(costs, ahead_s=(0.5,) * stages)
+    assert one_f_one_b_s(early, micro_batches) == pytest.approx(formula - 0.5 * (stages - 1))
+    assert simulate(one_f_one_b(stages, micro_batches), early).makespan_s == pytest.approx(formula - 0.5 * (stages - 1))
 
 
 def test_the_formula_is_near_the_simulator_where_stages_and_messages_differ() -> None:
