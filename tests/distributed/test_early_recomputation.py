@@ -1,0 +1,124 @@
+"""Activations that are computed again before their gradient arrives: no number depends on when they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from support.jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches
+from support.ranks import OneAfterAnother, on
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained whose layers are recomputed, but for when they are."""
+
+    schedule: Any = "1f1b"
+    stages: int = 2
+    replicas: int = 1
+    family: str = "llama"
+    data: str = "ragged"
+    changes: dict[str, Any] = field(default_factory=dict)
+    pipeline: dict[str, Any] = field(default_factory=dict)
+    section: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    order: str | None = None
+    lora: bool = False
+    is_early: bool = True
+
+    @property
+    def model(self) -> Any:
+        config = model_config(self.family, **{"tie_word_embeddings": False, **self.changes})
+        if not self.lora:
+            return config
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(config)
+        return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        pipeline = {"stages": self.stages, "schedule": self.schedule, "partition": "uniform", **self.pipeline}
+        return ds_config(
+            gradient_accumulation_steps=MICRO_BATCHES // self.replicas,
+            gradient_clipping=0.05,
+            paceline={"pipeline": pipeline, **self.section},
+            **{"pipeline": {"activation_checkpoint_interval": 1}, **self.options},
+        )
+
+
+def trained(case: Case, *, early: bool) -> dict[str, Any]:
+    import paceline
+    from paceline.runtime.engine import PacelineEngine
+
+    PacelineEngine.transport_order = case.order
+    torch.manual_seed(3)
+    engine, *_ = paceline.initialize(model=case.model, config=case.config)
+    if not early:
+        engine.executor.early_room = None
+    replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
+    found: dict[str, Any] = {"losses": [], "norms": [], "early": [], "again": []}
+    for step in range(STEPS):
+        batches = step_batches(step, case.data)[replica:MICRO_BATCHES:replicas]
+        found["losses"].append(engine.train_batch(iter(batches)).item())
+        found["norms"].append(engine.grad_norm())
+        found["early"].append(engine.executor.recomputes_early)
+        spans = engine.meter.recorder.steps()[-1].spans
+        found["again"].append(sum(span.kind == "R" for span in spans))
+    found["evaluated"] = engine.evaluate(step_batches(7, case.data)[:3])
+    found["weights"] = {engine.module.state_name(n): p.detach().clone() for n, p in engine.module.named_parameters()}
+    engine.destroy()
+    return found
+
+
+def late_and_early(case: Case) -> list[dict[str, Any]]:
+    return [trained(case, early=early) for early in (False, True)]
+
+
+SPREAD = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
+DROPOUT = {"resid_pdrop": 0.2, "attn_pdrop": 0.2, "embd_pdrop": 0.2}
+CASES = {
+    "1f1b, ZeRO 1, two replicas": Case(replicas=2, options={"zero_optimization": {"stage": 1}}),
+    "groups, three stages, paired": Case({"type": "kfkb", "k": 2}, stages=3, order="paired"),
+    "split backwards of experts": Case("zbh1", family="mixtral"),
+    "two stages a rank": Case("zbv"),
+    "interleaved, dropout": Case("interleaved", family="gpt2", changes=DROPOUT),
+    "both directions": Case({"type": "multidirection", "staleness": 0}),
+    "LoRA, bf16": Case(lora=True, options={"bf16": {"enabled": True}}),
+    "natural gradients, autocast": Case(
+        section={"natural_gradient": {"rank_in": 8, "rank_out": 8}},
+        options={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    ),
+    "halves of layers": Case(pipeline={"half_layers": True, "partition": [0, 4, 2 * LAYERS + 2]}),
+    "some layers": Case(pipeline={"recompute": [1, 2]}, options={"pipeline": {"activation_checkpoint_interval": 0}}),
+    "compiled": Case(pipeline={"compile": {"backend": "aot_eager"}}, data="padded"),
+    "without a flush": Case("one_direction", is_early=False),
+    "experts on two ranks": Case(
+        replicas=2, family="mixtral", options={"expert_parallel": SPREAD}, data="padded", is_early=False
+    ),
+}
+BOTH = OneAfterAnother(late_and_early, {name: on(case.stages * case.replicas, case) for name, case in CASES.items()})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_number_depends_on_when_activations_are_computed_again(name: str) -> None:
+    """Ranks that wait for gradients do so early from the second step on, when it is known what there is to keep."""
+    case, again = CASES[name], list[list[int]]()
+    for late, early in BOTH[name]:
+        for key in ("losses", "norms", "evaluated"):
+            assert early[key] == late[key], key
+        assert early["weights"].keys() == late["weights"].keys()
+        for weight, value in early["weights"].items():
+            assert torch.equal(value, late["weights"][weight]), weight
+        assert not any(late["early"])
+        assert not any(late["again"])
+        again.append(early["again"])
+    first, *later = (sum(of_ranks) for of_ranks in zip(*again, strict=True))
+    assert not first
+    assert all(later) if case.is_early else not any(later)
