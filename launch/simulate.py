@@ -41,7 +41,7 @@ _MESSAGES, _REPLAYS = 1024, 32
 _TRIED = 24
 """Times that a generated schedule takes what 1F1B takes."""
 
-_SECONDS = ("forward", "backward", "weight", "transfer", "transfer_samples", "latency")
+_SECONDS = ("forward", "backward", "weight", "ahead", "transfer", "transfer_samples", "latency")
 _COSTS = (*_SECONDS, "activation_bytes")
 
 
@@ -93,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("forward", "F", "forward of a micro-batch; one a stage"),
         ("backward", "B", "backward of a micro-batch; one a stage"),
         ("weight", "W", "part of the backward that is the gradients of the weights; one a stage (default: half)"),
+        ("ahead", "R", "part of the backward that needs no gradient, as a forward again does; one a stage (default 0)"),
         ("transfer", "C", "what an activation, or a gradient, occupies its link for; one a boundary (default 0)"),
         (
             "transfer-samples",
@@ -222,6 +223,7 @@ def _costs_of_flags(args: argparse.Namespace, num_stages: int) -> Costs:
         down=down,
         up=up,
         weight_s=() if args.weight is None else spread("weight", num_stages, "stage"),
+        ahead_s=() if args.ahead is None else spread("ahead", num_stages, "stage"),
         activation_bytes=() if args.activation_bytes is None else spread("activation_bytes", num_stages, "stage"),
     )
 

@@ -1,14 +1,14 @@
-"""Steps whose activations are computed again before their gradient arrives, and after: a real Llama, turn by turn.
+"""Steps whose activations are computed again before their gradient arrives, and after, turn by turn.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/early_recomputation.py [--micro-batches 2 4 8] [--rounds 12]
+    OMP_NUM_THREADS=1 python tests/benchmarks/early_recomputation.py [--hosts 4] [--rounds 8]
 
-Nothing sleeps: two CPU processes train a Llama of random weights on two stages under 1F1B, with all layers recomputed.
-The same engine runs both ways, turn by turn, in the same order of computations. ``seconds`` are medians of steps,
-``faster`` is the median over the rounds of the late step by the early one, ``simulated`` the same of steps that are
-simulated: of equal stages whose recomputation takes as long as a forward and whose backward twice that, over free
-links.
+Needs root (tests/lab). A Llama trains on as many emulated hosts as there are stages, one layer each, all of them
+recomputed. The same engine runs both ways, turn by turn. Computing is emulated by sleeping: a forward takes
+``--forward-ms``, repeated or not, and what then is left of a backward twice that. Sockets, schedules, checkpoints and
+their recomputation are real. In the worlds with a limit a message takes about as long as a forward.
 
-On a machine with other work, `chrt --rr 5` before the command keeps that from the ranks.
+``seconds`` are medians of steps, ``faster`` the median over the rounds of the late step by the early one, and
+``simulated`` the same of simulated steps, with what was measured while activations were computed again late and early.
 """
 
 from __future__ import annotations
@@ -25,92 +25,139 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from facts import facts
 
-from support.ranks import run_ranks
+from lab.hosts import Hosts, available
+from lab.training import mbit
 
-STAGES = 2
+HIDDEN, LENGTH = 128, 256
+BURST_BYTES = 16 * 1024
+"""Less than a message, which else would go through at once after a pause."""
+
+PATIENCE_S = 600.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=12, help="after one that does not count")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--mbit", type=mbit, nargs="+", default=[None, 25.0], help="of every host, or off")
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "eager"])
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--forward-ms", type=float, default=40.0)
+    parser.add_argument("--rounds", type=int, default=8, help="after one that does not count")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    rows = [
-        run_ranks(train, STAGES, {**vars(args), "number": number}, timeout=1800)[0] for number in args.micro_batches
-    ]
-    for row in rows:
-        print(json.dumps(row), flush=True)
+    if args.child is not None:
+        train(json.loads(args.child))
+        return
+    if reason := available():
+        sys.exit(reason)
+    rows = []
+    for rate in args.mbit:
+        world = {"stages": args.hosts, "forward_s": args.forward_ms / 1e3, "rounds": args.rounds}
+        world |= {"schedules": args.schedules, "micro_batches": args.micro_batches}
+        with Hosts(args.hosts, mbit=rate, burst_bytes=BURST_BYTES) as hosts:
+            command = [sys.executable, __file__, "--child", json.dumps(world)]
+            lines = hosts.run(command, timeout=PATIENCE_S)[0].splitlines()
+        for line in lines:
+            if line.startswith("found "):
+                rows.append({"mbit": rate, **json.loads(line.removeprefix("found "))})
+                print(json.dumps(rows[-1]), flush=True)
     load = [round(value, 1) for value in os.getloadavg()]
-    result = {"emulated_compute": False, "early": rows, "load_average_at_end": load, **facts(args)}
+    result = {"emulated_compute": True, "early": rows, "load_average_at_end": load, **facts(args, "child")}
     args.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def train(settings: dict[str, Any]) -> dict[str, Any]:
-    """Both ways in turn, on every rank; the first rank's counts."""
+def train(world: dict[str, Any]) -> None:
+    """All schedules and numbers of micro-batches, both ways in turn, on every host."""
     import torch
     from transformers import LlamaConfig
 
     import paceline
 
-    length, number = settings["length"], settings["number"]
+    class Slow(torch.autograd.Function):
+        """Nothing, whose backward takes a while."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            time.sleep(2 * world["forward_s"])
+            return gradient
+
+    def slow(module: Any, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        time.sleep(world["forward_s"])
+        slowed: torch.Tensor = Slow.apply(*inputs)
+        return slowed
+
     config = LlamaConfig(
-        hidden_size=settings["hidden"],
-        intermediate_size=4 * settings["hidden"],
-        num_hidden_layers=settings["layers"],
-        num_attention_heads=settings["hidden"] // 64,
-        num_key_value_heads=settings["hidden"] // 64,
-        vocab_size=1024,
-        max_position_embeddings=length,
+        hidden_size=HIDDEN,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=world["stages"],
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=LENGTH,
     )
-    ds_config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": number,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},  # all steps compute the same
-        "steps_per_print": 10**6,
-        "pipeline": {"activation_checkpoint_interval": 1},
-        "paceline": {"pipeline": {"stages": STAGES, "schedule": "1f1b"}},
-    }
-    engine = paceline.initialize(model=config, config=ds_config)[0]
     drawn = torch.Generator().manual_seed(0)
-    batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(1024, (number, 1, length), generator=drawn)]
+    for schedule in world["schedules"]:
+        for number in world["micro_batches"]:
+            ds_config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": number,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.0}},  # all steps compute the same
+                "steps_per_print": None,
+                "pipeline": {"activation_checkpoint_interval": 1},
+                "paceline": {"pipeline": {"stages": world["stages"], "schedule": schedule, "partition": "uniform"}},
+            }
+            engine, *_ = paceline.initialize(model=config, config=ds_config)
+            for layer in engine.module.anatomy.layers_of(engine.module.models[0]):
+                if list(layer.parameters()):
+                    layer.mlp.register_forward_pre_hook(slow)
+            ids = torch.randint(64, (number, 1, LENGTH), generator=drawn)
+            row = both_ways(engine, [{"input_ids": each, "labels": each} for each in ids], world["rounds"])
+            engine.destroy()
+            if os.environ["RANK"] == "0":
+                print("found " + json.dumps({"schedule": schedule, "micro_batches": number, **row}), flush=True)
+
+
+def both_ways(engine: Any, batches: list[Any], rounds: int) -> dict[str, Any]:
+    """Seconds of steps, late and early in turn."""
+    from paceline.runtime.measured_costs import MeasuredCosts
+    from paceline.schedules.simulate import simulate
+
     rooms = {"late": None, "early": engine.executor.early_room}
     seconds: dict[str, list[float]] = {name: [] for name in rooms}
-    losses, norms = set[float](), set[float]()
-    for turn in range(-2, settings["rounds"]):
+    costs = {name: (MeasuredCosts((tuple(range(engine.num_stages)),)), dict[Any, int]()) for name in rooms}
+    losses, norms, simulated = set[float](), set[float](), dict[str, float]()
+    for turn in range(-1, rounds):
         for name, room in rooms.items():
             engine.executor.early_room = room
+            engine.train_batch(iter(batches))  # the first one of an engine tells what there is room for
+            engine.meter.recorder.forget()
             begun_s = time.perf_counter()
             losses.add(engine.train_batch(iter(batches)).item())
+            took_s = time.perf_counter() - begun_s
             norms.add(float(engine.get_global_grad_norm()))
+            known, after = costs[name]
+            reports = engine.reports.gather(after)
             if turn >= 0:
-                assert engine.executor.recomputes_early == (name == "early")
-                seconds[name].append(time.perf_counter() - begun_s)
+                waits = engine.executor.recomputes_early and not engine.is_last_stage()
+                assert waits == (name == "early" and not engine.is_last_stage())
+                seconds[name].append(took_s)
+            if engine.global_rank == 0:
+                known.update(reports)
+                simulated[name] = simulate(engine.schedule, known.costs(engine.cut)).makespan_s
     assert len(losses) == len(norms) == 1, "the moment of recomputation changes a number"
     ratios = [late / early for late, early in zip(seconds["late"], seconds["early"], strict=True)]
     return {
-        "micro_batches": number,
         "seconds": {name: round(statistics.median(each), 4) for name, each in seconds.items()},
         "faster": round(statistics.median(ratios), 3),
         "quartiles": [round(value, 3) for value in statistics.quantiles(ratios, n=4)[::2]],
-        "simulated": round(simulated(number), 3),
+        "simulated_s": {name: round(each, 4) for name, each in simulated.items()},
+        "simulated": round(simulated["late"] / simulated["early"], 3) if simulated else None,
     }
-
-
-def simulated(number: int) -> float:
-    """How many times as fast a step is that computes activations again early."""
-    from dataclasses import replace
-
-    from paceline.schedules.costs import Costs
-    from paceline.schedules.families import one_f_one_b
-    from paceline.schedules.simulate import simulate
-
-    costs, order = Costs.uniform(STAGES, 1.0, 3.0), one_f_one_b(STAGES, number)
-    early = simulate(order, replace(costs, ahead_s=(1.0,) * STAGES))
-    return simulate(order, costs).makespan_s / early.makespan_s
 
 
 if __name__ == "__main__":

@@ -153,6 +153,13 @@ def test_split_backwards(capsys, num_micro_batches, makespan_s):
     assert answer(capsys, *shape, *SECONDS) == step, "half of the backward unless told otherwise"
 
 
+def test_what_needs_no_gradient_runs_before_it_is_there(capsys):
+    shape = [*SHAPE, "--schedule", "1f1b", "--forward", "1", "--backward", "3"]
+    waiting, early = answer(capsys, *shape), answer(capsys, *shape, "--ahead", "1")
+    assert waiting["makespan_s"] - early["makespan_s"] == 3.0
+    assert early["busy_s"] == waiting["busy_s"]
+
+
 def test_several_stages_a_rank(capsys):
     """Each is a part of a rank's whole one; messages are as large."""
     shape = [*SHAPE, "--schedule", "interleaved", *SECONDS]
@@ -308,6 +315,7 @@ def test_a_file_that_cannot_be_written(tmp_path, capsys):
          "no schedule of 16 micro-batches on 4 ranks fits into memory: the one that needs least keeps 1e+12 bytes"),
         ([*SHAPE, *SECONDS, "--activation-bytes", "-1"], "--activation-bytes -1 is no number of bytes from 0 upwards."),
         ([*SHAPE, *SECONDS, "--weight", "0.05"], "weight_s[0] is 0.05 and backward_s[0] 0.04: give the part of the"),
+        ([*SHAPE, *SECONDS, "--ahead", "0.05"], "ahead_s[0] is 0.05 and backward_s[0] 0.04: give the part of the"),
         ([*SHAPE, *SECONDS, "--weight", "1,2"], "--weight has 2 numbers: give one, or 4, one a stage."),
         (["--stages", "4", "--micro-batches", "6", "--schedule", "interleaved", *SECONDS],
          "num_micro_batches=6 is no multiple of num_ranks=4"),
