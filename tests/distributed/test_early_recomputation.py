@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +64,9 @@ def trained(case: Case, *, early: bool) -> dict[str, Any]:
     if not early:
         engine.executor.early_room = None
     replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
-    found: dict[str, Any] = {"losses": [], "norms": [], "early": [], "again": []}
+    found: dict[str, Any] = {"losses": [], "norms": [], "early": [], "again": [], "forwards": []}
+    mlp = next(module for name, module in engine.module.named_modules() if name.endswith(".mlp"))
+    hook = mlp.register_forward_pre_hook(lambda *_: found["forwards"].append(step))
     for step in range(STEPS):
         batches = step_batches(step, case.data)[replica:MICRO_BATCHES:replicas]
         found["losses"].append(engine.train_batch(iter(batches)).item())
@@ -71,6 +74,7 @@ def trained(case: Case, *, early: bool) -> dict[str, Any]:
         found["early"].append(engine.executor.recomputes_early)
         spans = engine.meter.recorder.steps()[-1].spans
         found["again"].append(sum(span.kind == "R" for span in spans))
+    hook.remove()
     found["evaluated"] = engine.evaluate(step_batches(7, case.data)[:3])
     found["weights"] = {engine.module.state_name(n): p.detach().clone() for n, p in engine.module.named_parameters()}
     engine.destroy()
@@ -104,6 +108,14 @@ CASES = {
     ),
 }
 BOTH = OneAfterAnother(late_and_early, {name: on(case.stages * case.replicas, case) for name, case in CASES.items()})
+
+
+def test_what_is_needed_next_is_kept() -> None:
+    """On the last stage each backward comes right after its forward."""
+    for rank, (late, early) in enumerate(BOTH["1f1b, ZeRO 1, two replicas"]):
+        is_last, count = rank >= 2, MICRO_BATCHES // 2
+        assert Counter(late["forwards"]) == dict.fromkeys(range(STEPS), 2 * count)
+        assert Counter(early["forwards"]) == {0: 2 * count, **dict.fromkeys(range(1, STEPS), count * (2 - is_last))}
 
 
 @pytest.mark.parametrize("name", CASES)

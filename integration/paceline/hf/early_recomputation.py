@@ -74,11 +74,13 @@ class Checkpoints:
     """Layers of one stage whose activations for one micro-batch are computed again, in the order of the forward.
 
     Args:
-        counted: the stage, if the bytes are to be counted that its layers keep when its backward has computed them.
         device: of the stage.
+        counted: the stage, if the bytes are to be counted that its layers keep when its backward has computed them.
+        keeps: nothing is computed again: layers keep their activations.
     """
 
-    def __init__(self, device: torch.device, counted: nn.Module | None = None) -> None:
+    def __init__(self, device: torch.device, counted: nn.Module | None = None, *, keeps: bool = False) -> None:
+        self._keeps = keeps
         # Apart from this object: what is computed again refers to it, and this object to what is computed again.
         self._counter = None if counted is None else _Counter(counted, device)
         self._handles: list[Node] = []
@@ -113,6 +115,8 @@ class Checkpoints:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of one layer."""
+        if self._keeps:
+            return function(*args, **kwargs)
         counter = self._counter
 
         def with_handle(*args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ from .strategy_costs import (
     pipeline_costs,
     recomputing_early,
     times_of_stages,
+    with_bubble,
 )
 from .strategy_memory import even_boundaries, live_micro_batches, memory_of_devices, share_of
 from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
@@ -72,7 +73,7 @@ def with_best_schedule(plan: Plan, workload: Workload, cluster: Cluster) -> tupl
     known = candidates(stages, samples, [size], {size: each}, room, configured=size, slacks=slacks)
     known = (*known, *that_fit(SPLIT_IN_LINE, stages, samples, {size: costs}, room))
     best = _fastest(known, stages, samples, costs)
-    terms = {**plan.terms, "bubble": max(best.step_s - sum(plan.terms[name] for name in TERMS[:4]), 0.0)}
+    terms = with_bubble(plan.terms, best.step_s)
     if best.candidate.family:
         gradients = GradientCosts(strategy, workload, cluster, share_of(strategy, workload))
         after = gradients.terms_of_split(weights_s, plan.boundaries, [(stage,) for stage in range(stages)])
@@ -131,7 +132,7 @@ def with_two_chunks(
     order = best.candidate.schedule(stages, samples)
     assert isinstance(order, Schedule)
     memory = first if best.candidate.family == ZBV else memory_of_devices(share, boundaries, order)
-    terms["bubble"] = max(best.step_s - sum(terms.values()), 0.0)
+    terms = with_bubble(terms, best.step_s)
     plan = Plan(
         *(strategy, boundaries, micro_batches, memory, terms | after, True, TWO_CHUNKS), recomputed=workload.recomputed
     )

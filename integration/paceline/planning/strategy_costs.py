@@ -10,7 +10,7 @@ Legend: t, p, d, ep, edp of :class:`~paceline.planning.strategy_shape.Strategy`;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -67,7 +67,7 @@ def step_terms(
     computed = [[item for stage in own for item in stages[stage]] for own in held]
     slowest = max(computed, key=lambda items: sum(item.total_s for item in items))
     terms = compute_terms(slowest, micro_batches // len(routes))
-    terms["bubble"] = max(pipeline_s - sum(terms.values()), 0.0) if len(stages) > 1 else 0.0
+    terms = with_bubble(terms, pipeline_s) if len(stages) > 1 else {**terms, "bubble": 0.0}
     gradients = GradientCosts(strategy, workload, cluster, share)
     after = gradients.terms(times, boundaries, held, costs, flushes=stream is None)
     return terms | dict(zip(TERMS[5:], after, strict=True)), simulated
@@ -98,6 +98,14 @@ def _of_slowest_link(costs: Costs, stream: Stream) -> Costs:
     size = max(costs.message_bytes)
     slowest = (max(costs.down, key=lambda link: size / link.bytes_per_s + link.latency_s),) * len(costs.down)
     return replace(costs, down=slowest, up=slowest)
+
+
+def with_bubble(terms: Mapping[str, float], pipeline_s: float) -> dict[str, float]:
+    """The first of :data:`TERMS`, and what the pipeline takes beyond them. It takes less where the slowest device keeps
+    what its backwards would compute again.
+    """
+    rest_s = pipeline_s - sum(terms[name] for name in TERMS[:4])
+    return {**terms, "dense": terms["dense"] + min(rest_s, 0.0), "bubble": max(rest_s, 0.0)}
 
 
 def pipeline_costs(
@@ -135,7 +143,9 @@ def recomputing_early(
     boundaries: Sequence[int],
     room_bytes: Sequence[float],
 ) -> Costs:
-    """Costs where stages recompute layers while they wait for a gradient: not with layers that are collective.
+    """Costs where stages recompute layers while they wait for a gradient, and the last one keeps what it needs next.
+
+    With layers that are collective nothing changes.
 
     Args:
         room_bytes: of each stage, beside what it needs.
@@ -144,7 +154,9 @@ def recomputing_early(
         return costs
     forward_s = [time.forward_s for time in times]
     ahead_s = early_s(share.items, forward_s, workload.recomputed, boundaries, room_bytes)
-    return replace(costs, ahead_s=tuple(map(min, ahead_s, costs.backward_s)))
+    *waiting, last = map(min, ahead_s, costs.backward_s)
+    backward_s = (*costs.backward_s[:-1], costs.backward_s[-1] - last)
+    return replace(costs, backward_s=backward_s, ahead_s=(*waiting, 0.0))
 
 
 def _link(fabric: Fabric) -> Link:

@@ -309,8 +309,8 @@ class CausalLMRunner(StageRunner):
         module = self._module
         return self.runs_backward and module.expert_groups.size == 1 and module.recomputes(self.stage)
 
-    def checkpoints(self, *, counts: bool) -> Checkpoints:
-        return Checkpoints(self._device, self._module if counts else None)
+    def checkpoints(self, *, counts: bool, keeps: bool = False) -> Checkpoints:
+        return Checkpoints(self._device, self._module if counts else None, keeps=keeps)
 
     def extent(self, number: int | None = None) -> Extent | None:
         shapes = list(self._book.shapes) if number is None else [self._book.shapes[number]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..schedules.lower import RUN_BACKWARD, RUN_BACKWARD_INPUT, RUN_BACKWARD_WEIGHT, RUN_FORWARD, Op
@@ -37,12 +37,14 @@ class EarlyRoom:
         self._known: tuple[object, float] = ((), 0.0)
         """Program and measured bytes, and the largest growth that had room."""
 
-    def suffices(self, program: Sequence[Op], most: Extent | None) -> bool:
+    def suffices(self, program: Sequence[Op], most: Extent | None, keeps: Collection[int] = ()) -> bool:
         """Whether the activations of each micro-batch of a step have room.
 
         Args:
             program: of the step on this rank.
             most: of its micro-batches.
+            keeps: chunks that keep them from the forward on: also while the gradients are made of what they keep
+                anyway, such as logits.
         """
         meter, size = self._meter, self._meter.measures_memory_of
         again = {} if size is None else meter.recomputed_bytes.get(size, {})
@@ -54,6 +56,7 @@ class EarlyRoom:
         if self._known[0] == of_what and growth <= self._known[1]:
             return True
         need = peak_bytes(program, saved, deferred) + max(num_bytes for _, num_bytes in again.values())
+        need += sum(saved.get(chunk, 0.0) for chunk in keeps)
         fits = growth * need <= self._room_bytes()
         if fits:
             self._known = of_what, growth

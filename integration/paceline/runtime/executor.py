@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from ..comm.transport import Transport
@@ -43,6 +44,8 @@ from .stage_runner import Live, StageRunner
 BACKWARDS = frozenset((RUN_BACKWARD, RUN_BACKWARD_INPUT))
 """Operations that give the gradients of a stage's inputs."""
 
+COMPUTING = frozenset((RUN_FORWARD, *BACKWARDS, RUN_BACKWARD_WEIGHT))
+
 ISSUED = frozenset((POST_ACTIVATION, SEND_ACTIVATION, POST_GRADIENT, SEND_GRADIENT))
 """Operations that a transport may collect, to issue them together before the next one of another kind."""
 
@@ -63,6 +66,16 @@ def completing_ops(ops: Iterable[Op], *, is_split: bool) -> dict[Op, Completes]:
     for op in left.values():
         found[op] = found.get(op, Completes.NOTHING) | Completes.LEFT
     return found
+
+
+def next_backwards(ops: Iterable[Op]) -> frozenset[tuple[int, int]]:
+    """Chunk and micro-batch of the forwards whose backward is what a rank computes next."""
+    computed = [op for op in ops if op.kind in COMPUTING]
+    return frozenset(
+        one[1:3][::-1]
+        for one, after in pairwise(computed)
+        if one.kind == RUN_FORWARD and after.kind in BACKWARDS and one[1:] == after[1:]
+    )
 
 
 class Updates(Protocol):
@@ -154,6 +167,7 @@ class Executor:
         self._deferral, self._deferred = deferral, dict[tuple[int, int], Deferred]()
         self.early_room = early_room
         self._checkpointed = [False] * len(self.held)
+        self._kept: frozenset[tuple[int, int]] = frozenset()
         self.recomputes_early = False
         """Whether the step that runs, or ran last, computes activations again before their gradient is there."""
         self.chunk = 0
@@ -219,11 +233,12 @@ class Executor:
                 completes = Completes.ALL if goes_on and is_last else completing.get(op, Completes.NOTHING)
                 self._backward(op, live, number, completes, is_last=is_last)
             elif kind == RUN_FORWARD:
-                self._forward(chunk, live, number)
+                self._forward(chunk, live, number, keeps=(chunk, micro_batch) in self._kept)
             else:
-                if kind == WAIT_GRADIENT and self.recomputes_early and live.checkpoints is not None:
+                checkpoints = live.checkpoints if self.recomputes_early and kind == WAIT_GRADIENT else None
+                if checkpoints is not None and (chunk, micro_batch) not in self._kept:
                     doing("computing activations again", DEVICE)
-                    self._meter.compute(RECOMPUTE, number, live.checkpoints.recompute, chunk)
+                    self._meter.compute(RECOMPUTE, number, checkpoints.recompute, chunk)
                     doing(*told)
                 run(live, number)
             if kind in ends[chunk]:
@@ -233,19 +248,25 @@ class Executor:
         self.chunk = 0
 
     def _find_checkpoints(self, program: Sequence[Op], *, has_early: bool) -> None:
-        """Which chunks have activations that may be computed again early in this step, and whether they are."""
+        """Which chunks have activations that may be computed again early in this step, and whether they are; those of
+        a micro-batch whose backward comes next are kept then."""
         room = self.early_room if has_early else None
         runners = [stage.runner for stage in self.held]
         self._checkpointed = [room is not None and runner.may_recompute_early() for runner in runners]
+        kept = next_backwards(program) if any(self._checkpointed) else frozenset()
         self.recomputes_early = (
-            room is not None and any(self._checkpointed) and room.suffices(program, runners[0].extent())
+            room is not None
+            and any(self._checkpointed)
+            and room.suffices(program, runners[0].extent(), keeps={chunk for chunk, _ in kept})
         )
+        self._kept = kept if self.recomputes_early else frozenset()
 
-    def _forward(self, chunk: int, live: Live, number: int) -> None:
+    def _forward(self, chunk: int, live: Live, number: int, *, keeps: bool) -> None:
         held = self.held[chunk]
         if self._checkpointed[chunk]:
             counts = self._meter.counts_recomputed(chunk)
-            live.checkpoints = held.runner.checkpoints(counts=counts) if counts or self.recomputes_early else None
+            if counts or self.recomputes_early:
+                live.checkpoints = held.runner.checkpoints(counts=counts, keeps=keeps and not counts)
 
         def run() -> None:
             held.boundary.unpack_activation(live, number)

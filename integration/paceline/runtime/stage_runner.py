@@ -134,11 +134,12 @@ class StageRunner(ABC):
         """Whether there are activations that may be computed again before their gradient is there."""
         return False
 
-    def checkpoints(self, *, counts: bool) -> Checkpoints:
+    def checkpoints(self, *, counts: bool, keeps: bool = False) -> Checkpoints:
         """Those of a micro-batch.
 
         Args:
             counts: count their bytes in the backward.
+            keeps: keep them instead.
         """
         raise NotImplementedError(f"{type(self).__name__} computes nothing again early")
 

@@ -263,11 +263,11 @@ def test_backwards_of_recomputed_layers_are_split() -> None:
     each = [need.activations / live for need, live in zip(plan.memory, (4, 3, 2, 1), strict=True)]
     measured = replace(
         costs(100_000, 4, 2),
-        backward_s=(2 * (BACKWARD_S + FORWARD_S),) * 4,
+        backward_s=(*(2 * (BACKWARD_S + FORWARD_S),) * 3, 2 * BACKWARD_S),
         weight_s=(2 * BACKWARD_S / 2,) * 4,
         activation_bytes=tuple(each),
         deferred_bytes=tuple(own + 2 * (SAVED - SENT) for own in each),
-        ahead_s=(2 * FORWARD_S,) * 4,
+        ahead_s=(*(2 * FORWARD_S,) * 3, 0.0),
     )
     order = FAMILIES[name](4, 8)
     assert name in SPLIT_IN_LINE

@@ -58,6 +58,13 @@ def test_longer_micro_batches_need_more() -> None:
         assert not EarlyRoom(metered(), lambda: need - 1).suffices(PROGRAM, most), need  # noqa: B023
 
 
+def test_what_is_kept_from_the_forward_on_is_there_beside_the_gradients_of_logits() -> None:
+    program = lower(families.one_f_one_b(4, 8))[3]
+    assert EarlyRoom(metered(), lambda: SAVED + AGAIN).suffices(program, MEASURED)
+    assert not EarlyRoom(metered(), lambda: SAVED + AGAIN).suffices(program, MEASURED, keeps={0})
+    assert EarlyRoom(metered(), lambda: 2 * SAVED + AGAIN).suffices(program, MEASURED, keeps={0})
+
+
 def test_the_device_is_asked_again_only_where_more_is_needed() -> None:
     asked: list[float] = []
     meter = metered()
