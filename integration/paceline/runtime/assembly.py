@@ -7,6 +7,7 @@ of all ranks meet.
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,7 +43,7 @@ from .causal_lm_runner import CausalLMRunner
 from .causal_lm_steps import CausalLMSteps, Replicas
 from .causal_lm_support import CausalLMSupport
 from .checkpointer import Checkpointer
-from .early_room import EarlyRoom
+from .early_room import RECOMPUTE_EARLY, EarlyRoom
 from .evaluation import Evaluation
 from .executor import HeldStage
 from .expert_part import Experts
@@ -164,6 +165,8 @@ def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
     """None where no stage waits for the gradients of one that is computed again."""
     choice, device = engine.plan.schedule, torch.device(engine.device)
     if not isinstance(engine.module, CausalLMPipeline) or not engine.is_pipe_parallel or choice.is_asynchronous:
+        return None
+    if os.environ.get(RECOMPUTE_EARLY) == "0":
         return None
 
     def room() -> float:

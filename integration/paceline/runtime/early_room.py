@@ -10,6 +10,9 @@ from ..schedules.lower import RUN_BACKWARD, RUN_BACKWARD_INPUT, RUN_BACKWARD_WEI
 if TYPE_CHECKING:
     from .meter import Meter
 
+RECOMPUTE_EARLY = "PACELINE_RECOMPUTE_EARLY"
+"""Variable of the environment; ``0``: all is computed again within backwards."""
+
 
 class Extent(NamedTuple):
     """Size of a micro-batch, or of the largest of a step."""
