@@ -105,6 +105,7 @@ def train(
     dropout: float = 0.0,
     own_step: bool = False,
     own_loaders: bool = False,
+    own_optimizer: bool = False,
     asked_at: int | None = None,
     eval_sets: tuple[str, ...] = (),
 ) -> dict[str, Any]:
@@ -189,6 +190,7 @@ def train(
         },
         preprocess_logits_for_metrics=lambda logits, labels: (logits.argmax(-1), logits.double().logsumexp(-1)),
         callbacks=[Watching()],
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": torch.tensor(0.1)}) if own_optimizer else None,
     )
     first = trainer.evaluate() if evaluate_first else None
     result = trainer.train(resume_from_checkpoint=resume)
@@ -662,12 +664,15 @@ def test_steps_without_a_flush_are_read_ahead(tmp_path: Path) -> None:
 
 
 def test_other_optimizers_and_precision(alone: Trained, tmp_path: Path) -> None:
-    """What the TrainingArguments name, where the JSON names nothing."""
+    """Those that the TrainingArguments or the script name, where the JSON names nothing."""
     changes = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5, "max_steps": 3, "ddp_timeout": 400}
     (found, _) = run_ranks(train, 2, str(tmp_path / "ours"), pipeline(2), changes=changes)
     assert found["limit_s"] == 400
     (wanted,) = run_ranks(train, 1, str(tmp_path / "theirs"), None, changes=changes)
     assert_same(found, wanted)
+    (found, _) = run_ranks(train, 2, str(tmp_path / "own"), pipeline(2), changes=changes, own_optimizer=True)
+    (wanted,) = run_ranks(train, 1, str(tmp_path / "its"), None, changes=changes, own_optimizer=True)
+    assert_same(found, wanted)  # with the rates of each step, though the scheduler changes one tensor
     (half, _) = run_ranks(train, 2, str(tmp_path / "half"), pipeline(2), changes={"bf16": True, "max_steps": 1})
     assert half["logs"][0]["loss"] == pytest.approx(alone.ranks[0]["logs"][0]["loss"], rel=2e-2)
     assert weights(tmp_path / "half" / "final")["lm_head.weight"].dtype == torch.bfloat16

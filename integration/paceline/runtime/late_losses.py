@@ -84,7 +84,9 @@ class LateLosses:
             monitored.monitor.write_events(told)
         if loss is None:
             return
-        self._untold = (loss, monitored.get_lr()[0], monitored.global_samples)
+        rate = monitored.get_lr()[0]
+        rate = rate.item() if isinstance(rate, Tensor) else rate  # a scheduler changes the tensor
+        self._untold = (loss, rate, monitored.global_samples)
         every = monitored.steps_per_print()
         if every is not None and monitored.global_steps % every == 0:
             print(f"steps: {monitored.global_steps} loss: {loss.item():0.4f}")

@@ -364,7 +364,7 @@ class PipelineTraining(_Trainer):
             )
             batches = batches[-engine.micro_batches :]
         batches += [FILLER] * (engine.micro_batches - len(batches))  # the last step of an epoch
-        self._rate = engine.get_lr()[0]
+        self._rate = float(engine.get_lr()[0])  # some optimizers keep it in a tensor, which the step changes
         if self._epoch is None:
             loss = engine.train_batch(iter(batches))
         else:
