@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..optim.owned_rows import Owned
 from ..optim.sharded import ShardedOptimizer
 from ..state.exchange import Held, Move, Transfer, Wanted, stretch
-from ..state.named import MASTER, VALUE, home_of, parts_of
+from ..state.named import MASTER, VALUE, home_of, parts_of, without_tensor
 from .movable_layers import Layers, tensors_of_layer
 
 Suffix = Callable[[Tensor], str]
@@ -103,7 +103,9 @@ class Wishes:
             assert isinstance(owned, Owned)
             group, device = group_of[id(owned.master)], owned.master.device
             optimizer.state[owned.master] = {
-                kind: tensor.item() if (place, kind) in self._numbers else tensor.to(home_of(kind, group, device))
+                kind: without_tensor(tensor)
+                if (place, kind) in self._numbers
+                else tensor.to(home_of(kind, group, device))
                 for kind, tensor in states.items()
             }
 

@@ -41,7 +41,7 @@ class Held(NamedTuple):
         kind: :data:`VALUE`, ``"master"``, or a state of the optimizer.
         whole: shape of what belongs to the parameter as it is, such as a step count, and serves any of its elements;
             None for what has an element for each of the parameter's.
-        is_number: it is a number of Python's, and a tensor only on its way.
+        is_number: it is a number of Python's or None, and a tensor only on its way.
     """
 
     name: str

@@ -221,14 +221,16 @@ def parts_of(optimizer: ShardedOptimizer, owned: Owned) -> dict[str, Tensor]:
     """Master and optimizer states of ``owned``, by kind.
 
     Raises:
-        ValueError: a state is neither a tensor nor a number.
+        ValueError: a state is neither a tensor nor a number nor None.
     """
     state = optimizer.state.get(owned.master, {})
-    parts = {kind: _as_tensor(kind, value) for kind, value in state.items() if value is not None}
+    parts = {kind: _as_tensor(kind, value) for kind, value in state.items()}
     return {MASTER: owned.master.detach(), **parts}
 
 
 def _as_tensor(kind: str, value: Any) -> Tensor:
+    if value is None:
+        return torch.empty(0, dtype=torch.bool)
     if not isinstance(value, Tensor | Real):
         raise ValueError(
             f"the optimizer's state {kind!r} of a parameter is a {type(value).__name__}: only tensors and numbers can "
@@ -236,6 +238,11 @@ def _as_tensor(kind: str, value: Any) -> Tensor:
             "parameter group."
         )
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else torch.as_tensor(value)
+
+
+def without_tensor(value: Tensor) -> Any:
+    """The number, or None, that :func:`parts_of` has made a tensor of."""
+    return value.item() if value.numel() else None
 
 
 def rest_of(module: nn.Module, optimizer: ShardedOptimizer | None) -> Iterator[tuple[str, Tensor]]:

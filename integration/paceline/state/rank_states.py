@@ -19,6 +19,7 @@ import torch
 
 from ..optim.sharded import ShardedOptimizer
 from ..optim.step_outcome import load_scaler_state, scaler_state
+from .named import without_tensor
 
 logger = logging.getLogger("paceline")
 
@@ -121,9 +122,9 @@ class ParameterGroups:
         ]
 
     def _numbers(self, masters: Sequence[torch.Tensor]) -> list[str]:
-        """Kinds of states that are numbers of Python's; in files they are tensors."""
+        """Kinds of states that are numbers of Python's or None; in files they are tensors."""
         states = (self._optimizer.state.get(master, {}) for master in masters)
-        return sorted({kind for state in states for kind, value in state.items() if isinstance(value, Real)})
+        return sorted({kind for state in states for kind, value in state.items() if isinstance(value, Real | None)})
 
     def load_saved(self, saved: RankStates) -> None:
         options_of: dict[str, dict[str, Any]] = {}
@@ -133,7 +134,9 @@ class ParameterGroups:
                 options_of |= dict.fromkeys(group["names"], group["options"])
                 numbers.update(group.get("numbers", ()))  # older checkpoints have none
         for state in self._optimizer.state.values():
-            state.update({kind: state[kind].item() for kind in numbers & state.keys() if torch.is_tensor(state[kind])})
+            state.update(
+                {kind: without_tensor(state[kind]) for kind in numbers & state.keys() if torch.is_tensor(state[kind])}
+            )
         first, name_of = saved.first or [], self._names()
         changes: dict[tuple[str, str, str], None] = {}
         options_told = self._options_told()

@@ -158,8 +158,12 @@ class Rank:
         """Gradients follow from names alone, so that they are the same wherever a layer lies."""
         for name, parameter in self.module.named_parameters():
             (parameter * (1 + len(name) + int(name[0]))).pow(2).sum().backward()
+        is_first = not self.optimizer.state
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if is_first:  # as optimizers note that they have no tensor of a kind
+            for state in self.optimizer.state.values():
+                state["nothing"] = None
 
     def state(self) -> dict[str, Tensor]:
         """Values and states of this stage's parameters."""
@@ -180,6 +184,7 @@ def trains(moves: Sequence[Sequence[int]], rate: float = 0.1) -> Any:
         if new is not None:
             rank.migrator.migrate(new)
     rank.train()
+    assert all(state["nothing"] is None for state in rank.optimizer.state.values()), "it has become a tensor"
     figures = [{**migration, "seconds": 0.0} for migration in rank.migrator.migrations]
     return rank.state(), rank.events, figures, rank.estimates.known
 

@@ -15,6 +15,7 @@ from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from torch import nn
 
 from paceline.optim.sharded import ShardedOptimizer
+from paceline.state.named import parts_of
 from paceline.state.rank_states import ParameterGroups, RandomStates, RankStates, SchedulerState
 
 CPU = torch.device("cpu")
@@ -74,14 +75,16 @@ def test_numbers_of_an_optimizer_are_numbers_again() -> None:
     """Powers of a count are taken in float64 if it is a number, and in float32 if it is a tensor, which files have."""
     before, now = optimizer_of("a"), optimizer_of("a")
     (master,), (other,) = (one.param_groups[0]["params"] for one in (before, now))
-    before.state[master] = {"step": 3, "rms": 0.5, "has_begun": True, "count": torch.tensor(2.0)}
+    before.state[master] = {"step": 3, "rms": 0.5, "has_begun": True, "comp": None, "count": torch.tensor(2.0)}
     entry = ParameterGroups(before, warns=False).state_dict()
-    now.state[other] = {kind: torch.as_tensor(value) for kind, value in before.state[master].items()}
+    parts = parts_of(before, before.owned[0])
+    now.state[other] = {kind: parts[kind] for kind in before.state[master]}
     ParameterGroups(now, warns=False).load_saved(saved(entry))
     assert {kind: type(value) for kind, value in now.state[other].items()} == {
         "step": int,
         "rms": float,
         "has_begun": bool,
+        "comp": type(None),
         "count": torch.Tensor,
     }
     assert now.state[other] == before.state[master]
