@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..comm.control import ControlPlane
 from ..config import exclusion
+from ..config.optimizers import class_name
 from ..hf.peft import PREFIX
 from ..optim.owned_rows import Owned
 from ..optim.sharded import ShardedOptimizer
@@ -166,7 +167,7 @@ def state_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     Raises:
         ValueError: it is not known.
     """
-    name = type(optimizer).__name__
+    name = class_name(optimizer)
     if name not in STATES:
         raise ValueError(
             f'paceline.averaging.optimizer_state is "average", and what {name} keeps is not known: choose "keep" or '

@@ -22,9 +22,19 @@ _ELEMENTWISE_OF_DEEPSPEED = frozenset(
 )
 
 
+def class_name(optimizer: object) -> str:
+    """Name of an optimizer's class, behind that of its package if that is neither torch nor DeepSpeed.
+
+    Others have classes of the same names, such as bitsandbytes an AdamW, whose states are numbers of whole blocks.
+    """
+    package = type(optimizer).__module__.partition(".")[0]
+    name = type(optimizer).__name__
+    return name if package in ("torch", "deepspeed") else f"{package}.{name}"
+
+
 def is_elementwise(optimizer: object) -> bool:
     """Whether an optimizer, of torch or DeepSpeed, treats each element of a parameter by itself."""
-    return type(optimizer).__name__ in ELEMENTWISE | _ELEMENTWISE_OF_DEEPSPEED
+    return class_name(optimizer) in ELEMENTWISE | _ELEMENTWISE_OF_DEEPSPEED
 
 
 def is_elementwise_name(name: str) -> bool:

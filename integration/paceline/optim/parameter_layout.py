@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.optimizers import ELEMENTWISE
+from ..config.optimizers import ELEMENTWISE, class_name
 from ..planning.gradient_costs import LEAST_BUCKET
 from .buckets import Domain, lay_out
 from .step_options import DEFAULTS, StepOptions
@@ -58,7 +58,7 @@ class ParameterLayout:
             waiting={index for index, parameter in enumerate(self.parameters) if apart(parameter)},
             bucket_numel=options.bucket_numel,
             least_numel=LEAST_BUCKET,
-            cut=type(basic).__name__ in ELEMENTWISE,
+            cut=class_name(basic) in ELEMENTWISE,
             shard=self.is_sharded,
         )
         self.num_owners = {

@@ -12,7 +12,7 @@ from torch import nn
 from ..checkpoint.format import MODEL
 from ..comm.control import ControlPlane
 from ..comm.shapes import Shapes
-from ..config.optimizers import ELEMENTWISE, is_elementwise
+from ..config.optimizers import ELEMENTWISE, class_name, is_elementwise
 from ..hf import hub_files
 from ..hf.peft import save_adapter_config
 from ..hf.sliced_head import WHOLE_HEAD
@@ -59,7 +59,7 @@ class CausalLMSupport(ModelSupport):
     def check_optimizer(self, basic: torch.optim.Optimizer) -> None:
         if self.module.has_slices and not is_elementwise(basic):
             raise ValueError(
-                f"optimizer {type(basic).__name__} looks at a parameter as a whole, and stages have parts of a head in "
+                f"optimizer {class_name(basic)} looks at a parameter as a whole, and stages have parts of a head in "
                 f"slices: choose one of {', '.join(sorted(ELEMENTWISE))}, or {WHOLE_HEAD}."
             )
 

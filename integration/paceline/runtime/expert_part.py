@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ..comm.control import ControlPlane, Gather
 from ..config.expert_choice import MoeChoice
-from ..config.optimizers import ELEMENTWISE, is_elementwise
+from ..config.optimizers import ELEMENTWISE, class_name, is_elementwise
 from ..moe.experts_ahead import BesideSteps
 from ..moe.hf_experts import HFExpertLayer
 from ..moe.layer import EVEN, ExpertLayer, LayerState
@@ -57,7 +57,7 @@ class SharedExperts:
 
     def check_optimizer(self, basic: torch.optim.Optimizer) -> None:
         """Raise ValueError for an optimizer that cannot step a part of the experts."""
-        name = type(basic).__name__
+        name = class_name(basic)
         if self.groups.size > 1 and not is_elementwise(basic):
             raise ValueError(
                 f"optimizer {name} looks at a parameter as a whole, and of the experts' every rank has another part: "

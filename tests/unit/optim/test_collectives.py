@@ -13,6 +13,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.config.optimizers import is_elementwise
 from paceline.optim.buckets import Domain
 from paceline.optim.corrections import Corrections
 from paceline.optim.sharded import ShardedOptimizer
@@ -77,6 +78,17 @@ def test_one_each_way(corrections: Corrections | None) -> None:
     assert any("reduce_scatter" in name for name in calls)
     assert any("allgather" in name for name in calls)
     optimizer.destroy()
+
+
+def test_an_optimizer_of_another_package_steps_whole_parameters() -> None:
+    """That of bitsandbytes is an AdamW too, whose states have a scale for each block of a parameter."""
+    model = module()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    kind = type("AdamW", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+    assert not is_elementwise(kind(names))
+    assert is_elementwise(torch.optim.AdamW(names))
+    optimizer = ShardedOptimizer(kind(names), names, StepOptions(dist.group.WORLD, bucket_numel=9000))
+    assert all(owned.master.shape == owned.parameter.shape for owned in optimizer.owned)
 
 
 def test_one_owner_needs_no_more() -> None:
