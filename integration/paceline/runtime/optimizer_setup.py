@@ -12,10 +12,16 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import nn
 
-from ..config.optimizers import ELEMENTWISE
+from ..config.optimizers import ELEMENTWISE, class_name
 from ..config.section import value_at
 from ..optim.step_options import StepOptions
 from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_class
+
+_UNFIT = {
+    "grokadamw": "it treats a parameter by how many come before it in the model, and a stage has its own only",
+    "torchao": "its states are tensors of its own kind, which can be neither saved nor moved by rows",
+}
+"""Packages whose optimizers cannot train a pipeline, and why."""
 
 Parameters: TypeAlias = Sequence[nn.Parameter] | Sequence[Mapping[str, object]]
 """Parameters, or groups of them."""
@@ -49,6 +55,11 @@ def basic_optimizer(
     else:
         check_deepspeeds(str(engine.optimizer_name()), device)
         basic = engine._configure_basic_optimizer(parameters)  # one of DeepSpeed's own
+    if why := _UNFIT.get(type(basic).__module__.partition(".")[0]):
+        raise ValueError(
+            f"optimizer is {class_name(basic)}, which cannot train a pipeline: {why}; choose one of "
+            f"{', '.join(sorted(ELEMENTWISE))}."
+        )
     for group in basic.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad and p is not nothing]
     basic.state.pop(nothing, None)

@@ -40,6 +40,15 @@ def test_an_optimizer_that_calls_the_model_is_refused() -> None:
     assert basic_optimizer(ENGINE, torch.optim.SGD, parameters).param_groups[0]["params"] == parameters
 
 
+@pytest.mark.parametrize(
+    ("package", "why"), [("grokadamw", "how many come before it"), ("torchao", "can be neither saved nor moved")]
+)
+def test_optimizers_that_stages_cannot_have_are_refused(package: str, why: str) -> None:
+    kind = type("Own", (torch.optim.AdamW,), {"__module__": f"{package}.optim"})
+    with pytest.raises(ValueError, match=rf"optimizer is {package}\.Own, .*{why} .*; choose one of .*AdamW"):
+        basic_optimizer(ENGINE, kind, [nn.Parameter(torch.ones(2))])
+
+
 def test_the_whole_models_parameters_are_refused_with_the_remedy() -> None:
     """A JSON that names an optimizer does not help where ``model_parameters`` were listed before the model was cut."""
     own, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
