@@ -11,10 +11,10 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _WEIGHTS = ("*.safetensors*", "*.bin*", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx*", "original/*")
 """Files that hold weights, by their names."""
@@ -84,7 +84,7 @@ def _multimodal(source: str) -> PreTrainedModel:
             "pipeline by itself: `paceline check-model` says whether it can be one as it is."
         )
     with quiet():
-        return _loaded(source, model_class)
+        return _loaded(source, model_class, config)
 
 
 def _language_model(source: str) -> PreTrainedModel:
@@ -92,18 +92,25 @@ def _language_model(source: str) -> PreTrainedModel:
 
     from paceline.hf.sources import config_at
 
-    config_at(source)  # which names what is not there
-    return _loaded(source, AutoModelForCausalLM)
+    return _loaded(source, AutoModelForCausalLM, config_at(source))
 
 
-def _loaded(source: str, auto: type) -> PreTrainedModel:
+def _loaded(source: str, auto: Any, config: PretrainedConfig) -> PreTrainedModel:
     try:
-        loaded = auto.from_pretrained(source, dtype="auto", output_loading_info=True)  # type: ignore[attr-defined]
+        loaded = auto.from_pretrained(
+            source, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except OSError as error:
         raise ValueError(f"{source!r} has no weights that can be read: {str(error).splitlines()[0]}") from error
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):  # transformers draws them at random
         raise ValueError(f"the files of {source!r} lack {missing[0]!r}: give a model with all its weights.")
+    if others := sorted(loaded[1]["mismatched_keys"]):  # these, too
+        name, there, wanted = others[0]
+        raise ValueError(
+            f"the files of {source!r} have {name!r} of shape {list(there)}, and its config says {list(wanted)}: give a "
+            "model whose config fits."
+        )
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Blip2Config,
     Gemma3Config,
+    Llama4Config,
     LlavaConfig,
     Mistral3Config,
+    PPChart2TableConfig,
     PretrainedConfig,
 )
 
 from paceline.hf.anatomy import UnsupportedModelError
 from paceline.hf.check import require_supported
+from paceline.hf.language_part import put_back, take_out
 from paceline.launch import cli
 from support.saves import small_file_system
 
@@ -50,6 +55,18 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }
 TEXTS = {"gemma3": "Gemma3ForCausalLM", "mistral3": "MistralForCausalLM", "llava": "LlamaForCausalLM"}
+WITH_HEAD: dict[str, PretrainedConfig] = {
+    "llama4": Llama4Config(
+        text_config={**SIZES, "intermediate_size_mlp": 64, "num_local_experts": 2},
+        vision_config={**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    ),
+    "blip-2": Blip2Config(
+        text_config={"model_type": "opt", **SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32},
+        vision_config=VISION,
+        qformer_config={**VISION, "encoder_hidden_size": 32, "vocab_size": 99},
+    ),
+}
+"""Models around a whole causal LM, which they do not compute for text alone."""
 IDS = torch.arange(3, 43).view(2, 20)
 
 
@@ -100,6 +117,39 @@ def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_refusal_says_that_the_language_model_can_be_taken_out(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match="`paceline extract` writes its language model as one that can be"):
         require_supported(CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", WITH_HEAD)
+def test_a_language_model_that_is_there_with_its_head(name: str) -> None:
+    whole = AutoModelForImageTextToText.from_config(WITH_HEAD[name])
+    inside, text = whole.language_model, take_out(whole)
+    assert type(text) is type(inside)
+    assert text.state_dict().keys() == inside.state_dict().keys()
+    assert all(torch.equal(text.state_dict()[key], value) for key, value in inside.state_dict().items())
+    trained = type(text)(text.config)
+    put_back(trained, whole)
+    assert all(torch.equal(inside.state_dict()[key], value) for key, value in trained.state_dict().items())
+
+
+def test_the_model_type_stays(tmp_path: Path) -> None:
+    """The class of this one is that of got_ocr2, which has a config of its own."""
+    vision = {**VISION, "output_channels": 32, "num_pos_feats": 16, "mlp_dim": 64}
+    config = PPChart2TableConfig(text_config={"model_type": "qwen2", **SIZES}, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "source")
+    assert cli.main(["extract", str(tmp_path / "source"), str(tmp_path / "text")]) == 0
+    argv = ["extract", str(tmp_path / "text"), str(tmp_path / "back"), "--into", str(tmp_path / "source")]
+    assert cli.main(argv) == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "pp_chart2table"
+
+
+def test_weights_of_other_shapes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = written("llava", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["intermediate_size"] = 48
+    (source / "config.json").write_text(json.dumps(config))
+    assert cli.main(["extract", str(source), str(tmp_path / "text")]) == 2
+    told = r"have '\S*mlp.down_proj.weight' of shape \[32, 64\], and its config says \[32, 48\]: give a model whose"
+    assert re.search(told, capsys.readouterr().err)
 
 
 def test_weights_that_are_missing_are_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,8 +100,11 @@ def put_back(model: PreTrainedModel, whole: PreTrainedModel) -> None:
 
 def _weights_of(whole: PreTrainedModel, model: PreTrainedModel) -> dict[str, Tensor]:
     """Weights of ``whole``'s language model, by the names that they have in ``model``."""
+    decoder = whole.get_decoder()
+    if isinstance(decoder, type(model)):  # with its head, as in llama4 and blip-2
+        return dict(decoder.state_dict())
     parts: Mapping[str, nn.Module | None] = {
-        model.base_model_prefix: whole.get_decoder(),
+        _name_in(model, model.get_decoder()): decoder,
         _name_in(model, model.get_output_embeddings()): whole.get_output_embeddings(),
     }
     return {
