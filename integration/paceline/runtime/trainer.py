@@ -46,6 +46,7 @@ from ..patches.repairs import repair_deepspeed
 from ..patches.transformers_trainer import OVERRIDES
 from ..report.metrics import table
 from ..report.run_records import tokens_so_far
+from ..state.named import REPLICATED
 from ..supervise.output_lock import claimed
 from ..supervise.watch import WATCH
 from .builder import build_pipeline
@@ -229,6 +230,8 @@ class PipelineTraining(_Trainer):
             lr_scheduler=None if "scheduler" in plan.ds_config else scheduler,
             config=plan,
         )
+        if not names_optimizer:
+            _keep_embeddings_wide(self, engine, pipeline)
         engine.own_loss = trainers_loss(self, pipeline._grid.data_parallel_size)
         self._engine = self.deepspeed = self.model_wrapped = engine
         self.optimizer = _Stepped(engine)
@@ -714,10 +717,17 @@ def _count_steps(args: TrainingArguments, dataset: Any, resolved: RunPlan) -> in
     return steps
 
 
+def _asked_optimizer(trainer: Any) -> tuple[Any, dict[str, Any]]:
+    """Class and arguments of the optimizer that the script or the TrainingArguments name."""
+    given = trainer.optimizer_cls_and_kwargs
+    found: tuple[Any, dict[str, Any]] = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    return found
+
+
 def _make_optimizer(trainer: Any, groups: Any) -> torch.optim.Optimizer:
     """The one that the TrainingArguments name, or the script's ``optimizer_cls_and_kwargs``."""
     args = trainer.args
-    made, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+    made, options = _asked_optimizer(trainer)
     if args.device.type == "cpu":  # as the optimizers of the JSON
         options = {key: value for key, value in options.items() if key != "fused"}
     name = str(getattr(args.optim, "value", args.optim))
@@ -730,3 +740,22 @@ def _make_optimizer(trainer: Any, groups: Any) -> torch.optim.Optimizer:
         )
     optimizer: torch.optim.Optimizer = made(groups, **options)
     return optimizer
+
+
+def _keep_embeddings_wide(trainer: Any, engine: Any, pipeline: CausalLMPipeline) -> None:
+    """Have bitsandbytes' optimizers of 8 bits keep the states of embeddings in 32 bits, as Trainer has them."""
+    made, options = _asked_optimizer(trainer)
+    if "bitsandbytes" not in str(made) or options.get("optim_bits") != 8:
+        return
+    basic = engine.basic_optimizer
+    modules = [module for model in pipeline.models for module in model.modules()]
+    wide = {module.weight for module in modules if isinstance(module, nn.Embedding)}
+    masters = {
+        id(owned.master)
+        for owned in engine.optimizer.owned
+        if owned.parameter in wide or getattr(owned.parameter, REPLICATED, False)  # the same weight on another stage
+    }
+    for number, group in enumerate(basic.param_groups):
+        for place, master in enumerate(group["params"]):
+            if id(master) in masters:
+                basic.mng.index2config[number, place] = {"optim_bits": 32}
