@@ -19,6 +19,7 @@ from ..optim.torch_optimizers import check_deepspeeds, make_optimizer, torch_cla
 
 _UNFIT = {
     "grokadamw": "it treats a parameter by how many come before it in the model, and a stage has its own only",
+    "schedulefree": "it changes weights where training and evaluations begin, and copies of them stay as they were",
     "torchao": "its states are tensors of its own kind, which can be neither saved nor moved by rows",
 }
 """Packages whose optimizers cannot train a pipeline, and why."""

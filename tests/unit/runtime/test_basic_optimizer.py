@@ -41,7 +41,12 @@ def test_an_optimizer_that_calls_the_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "why"), [("grokadamw", "how many come before it"), ("torchao", "can be neither saved nor moved")]
+    ("package", "why"),
+    [
+        ("grokadamw", "how many come before it"),
+        ("schedulefree", "changes weights where"),
+        ("torchao", "can be neither saved nor moved"),
+    ],
 )
 def test_optimizers_that_stages_cannot_have_are_refused(package: str, why: str) -> None:
     kind = type("Own", (torch.optim.AdamW,), {"__module__": f"{package}.optim"})
