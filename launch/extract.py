@@ -96,13 +96,17 @@ def _language_model(source: str) -> PreTrainedModel:
 
 
 def _loaded(source: str, auto: Any, config: PretrainedConfig) -> PreTrainedModel:
+    from paceline.hf.quantised import quantisation_of
+
     try:
         loaded = auto.from_pretrained(
             source, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except OSError as error:
+    except (ImportError, OSError) as error:  # the first: of the package that has quantised them
         raise ValueError(f"{source!r} has no weights that can be read: {str(error).splitlines()[0]}") from error
     model: PreTrainedModel = loaded[0]
+    if method := quantisation_of(model.config):  # others transformers has dequantised
+        raise ValueError(f"the weights of {source!r} are quantised ({method}): give a model whose weights are not.")
     if missing := sorted(loaded[1]["missing_keys"]):  # transformers draws them at random
         raise ValueError(f"the files of {source!r} lack {missing[0]!r}: give a model with all its weights.")
     if others := sorted(loaded[1]["mismatched_keys"]):  # these, too

@@ -152,6 +152,20 @@ def test_weights_of_other_shapes_are_named(tmp_path: Path, capsys: pytest.Captur
     assert re.search(told, capsys.readouterr().err)
 
 
+def test_quantised_weights_are_not_taken_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = written("llava", tmp_path / "source")
+    file, plain = source / "config.json", (source / "config.json").read_text()
+    file.write_text(json.dumps({**json.loads(plain), "quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    assert cli.main(["extract", str(source), str(tmp_path / "text")]) == 2
+    assert "has no weights that can be read" in capsys.readouterr().err
+    file.write_text(plain)
+    monkeypatch.setattr("paceline.hf.quantised.quantisation_of", lambda config: "fp8")
+    assert cli.main(["extract", str(source), str(tmp_path / "text")]) == 2
+    assert "are quantised (fp8): give a model whose weights are not" in capsys.readouterr().err
+
+
 def test_weights_that_are_missing_are_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = written("llava", tmp_path / "source")
     assert cli.main(["extract", str(source), str(tmp_path / "text")]) == 0
