@@ -613,6 +613,29 @@ def test_an_older_checkpoint_stays_until_all_ranks_have_written_the_new_one(
     assert newest_complete(parts) == older
 
 
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("training_args.bin", r"checkpoint-6/training_args\.bin was not written: .* wrong with the disk"),
+        ("rng_state_1.pth", r"the random state of rank 1 in \S*/checkpoint-6 was not written: .* wrong with the disk"),
+        ("trainer_state.json", r"No space left on device: '\S*/checkpoint-6'"),
+    ],
+    ids=["arguments", "random state", "trainer's state"],
+)
+def test_a_full_disk_is_told_with_the_name_of_what_was_not_written(
+    file: str, named: str, in_two_stages: Trained, tmp_path: Path
+) -> None:
+    parts = interrupted(in_two_stages.folder, tmp_path / "parts")
+    (parts / "checkpoint-6").mkdir()
+    full = parts / "checkpoint-6" / file
+    full.symlink_to("/dev/full")
+    older = str(parts / "checkpoint-3")
+    with pytest.raises(RankError, match=named):
+        run_ranks(train, 2, str(parts), pipeline(2), resume=older, changes={"save_total_limit": 1})
+    full.unlink()  # to read it would never end
+    assert newest_complete(parts) == older
+
+
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     changes = {
         "load_best_model_at_end": True,

@@ -20,6 +20,9 @@ from .snapshot import Snapshot
 
 logger = logging.getLogger("paceline")
 
+NONE_YET = ". There is no complete checkpoint yet"
+"""Ends the error of a save into a folder that has none."""
+
 
 def new_run() -> str:
     """A name for a run of this job. Rank 0 makes one as the run begins, and all ranks take it."""
@@ -241,4 +244,4 @@ class CheckpointWriter:
         with contextlib.suppress(OSError, ValueError):
             if (last := latest_checkpoint(save.root)) is not None:
                 return f". The last complete checkpoint is {last}"
-        return ". There is no complete checkpoint yet"
+        return NONE_YET

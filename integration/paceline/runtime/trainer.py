@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -30,7 +30,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from ..comm.control import ControlPlane
 from ..comm.groups import end_left_groups, end_with, groups_here
@@ -52,7 +52,7 @@ from ..supervise.watch import WATCH
 from .builder import build_pipeline
 from .initialize import TIMEOUT_S, initialize, start_distributed
 from .micro_batches import FILLER, count_label_tokens
-from .model_export import export
+from .model_export import export, naming
 from .module import CausalLMPipeline, config_of
 from .replica_shares import ReplicaShares
 from .run_log import RunLog
@@ -61,7 +61,14 @@ from .trainer_batches import EvaluatedAhead, Seeing, StepsOfEpoch, without_extra
 from .trainer_loss import averages_alone, is_computing, trainers_loss
 from .trainer_preemption import take_over, watched
 from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
-from .trainers_checkpoints import checked, naming_the_one_before, newest_complete, refuse_pipelines, with_training
+from .trainers_checkpoints import (
+    checked,
+    naming_the_one_before,
+    naming_what_torch_saves,
+    newest_complete,
+    refuse_pipelines,
+    with_training,
+)
 from .training_arguments import count_ranks, match_backend, take_accelerates_json
 
 if TYPE_CHECKING:
@@ -389,7 +396,12 @@ class PipelineTraining(_Trainer):
             grad_norm = self._engine.grad_norm()
             if self.run_log is not None and not self.control.should_log:
                 self.run_log.tell_tokens(self.state.global_step)
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+        with ExitStack() as stack:
+            if self.is_pipeline and self.control.should_save:
+                folder = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+                stack.enter_context(naming(folder))
+                stack.enter_context(naming_the_one_before(folder))
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def get_num_trainable_parameters(self) -> int:
         """Count those of the whole model, also when ``self.model`` is a stage of it."""
@@ -566,8 +578,10 @@ class PipelineTraining(_Trainer):
         directory = self.args.output_dir if output_dir is None else output_dir
         pipeline = self._build()
         export(pipeline, directory, pipeline.control, tokenizer=_saved_beside(self))
-        if self.args.should_save:
-            torch.save(self.args, f"{directory}/training_args.bin")
+        arguments = f"{directory}/training_args.bin"
+        with pipeline.control.together(f"saving to {directory}"), naming_what_torch_saves(arguments):
+            if self.args.should_save:
+                torch.save(self.args, arguments)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -576,7 +590,8 @@ class PipelineTraining(_Trainer):
             super()._save_rng_state(output_dir)
             return
         # Of all ranks before rank 0 writes the state, which makes it complete, and deletes older checkpoints.
-        with self._build().control.together(f"saving to {output_dir}"):
+        what = f"the random state of rank {self.args.process_index} in {output_dir}"
+        with self._build().control.together(f"saving to {output_dir}"), naming_what_torch_saves(what):
             super()._save_rng_state(output_dir)
 
 

@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..checkpoint import CheckpointError, complete_checkpoints, damaged_checkpoints
 from ..checkpoint.format import LATEST
 from ..checkpoint.reader import own_checkpoints
+from ..checkpoint.writer import NONE_YET
 
 logger = logging.getLogger("paceline")
 
@@ -119,7 +120,17 @@ def naming_the_one_before(checkpoint: Path) -> Iterator[None]:
     except CheckpointError as error:
         if (before := _complete_before(checkpoint)) is None:
             raise
-        raise CheckpointError(f"{error}. Of Trainer's checkpoints, the complete one before it is {before}") from error
+        text = str(error).removesuffix(NONE_YET)
+        raise CheckpointError(f"{text}. Of Trainer's checkpoints, the complete one before it is {before}") from error
+
+
+@contextmanager
+def naming_what_torch_saves(what: str) -> Iterator[None]:
+    """An error of ``torch.save`` inside says what was not written: of a full disk it has a position in an archive."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"{what} was not written: {error}; see what is wrong with the disk, and save again.") from error
 
 
 def _complete_before(checkpoint: Path) -> Path | None:
