@@ -767,11 +767,13 @@ def test_what_a_pipeline_cannot_do_is_said_at_the_start(tmp_path: Path) -> None:
         ),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, {}, ""),
         ({"gradient_checkpointing_kwargs": {"determinism_check": "none"}}, {"tp_size": 1}, ""),
+        ({"report_to": ["wandb"]}, {}, "WANDB_LOG_MODEL is end and .*: no rank has the whole model .*; unset it"),
+        ({"report_to": ["tensorboard"]}, {}, ""),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning:transformers")
 def test_settings_that_stages_would_not_heed_are_refused(
-    changes: dict[str, Any], sizes: dict[str, int], message: str, tmp_path: Path
+    changes: dict[str, Any], sizes: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accelerate import ParallelismConfig
     from transformers import Trainer, TrainingArguments
@@ -781,10 +783,11 @@ def test_settings_that_stages_would_not_heed_are_refused(
 
     class Given(PipelineTraining, Trainer):
         def __init__(self) -> None:
-            self.args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **changes)
+            self.args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{"report_to": [], **changes})
             self.accelerator = SimpleNamespace(parallelism_config=ParallelismConfig(**sizes) if sizes else None)
             self.model_init = self.optimizer = self.lr_scheduler = None
 
+    monkeypatch.setenv("WANDB_LOG_MODEL", "end")
     assert re.match(f"^{message}" if message else "$", refused(Given(), PipelineTraining))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from transformers import Trainer, TrainingArguments
 
 from ..averaging.combining import combining_fault
@@ -83,6 +85,9 @@ def refused(trainer: Trainer, mixin: type) -> str:
             f"dataloader_in_order is False and {ASKED}: the first and the last stage read the same batches, and "
             "workers would hand them out as they happen to be ready; leave one of them out."
         )
+    uploads = os.environ.get("WANDB_LOG_MODEL", "false")
+    if "wandb" in args.report_to and uploads.lower() not in ("false", "0"):
+        return f"WANDB_LOG_MODEL is {uploads} and {ASKED}: no rank has the whole model to upload; unset it."
     if args.label_names not in (None, ["labels"]):
         return f"label_names is {args.label_names!r} and {ASKED}: a pipeline has 'labels' only; leave one of them out."
     sizes = vars(getattr(trainer.accelerator, "parallelism_config", None) or object).items()
