@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -458,3 +460,29 @@ def test_ranks_that_meet_and_do_not_reach_each_other_are_told_the_remedy() -> No
 
 
 assert LAYERS == 4, "the explicit partitions above cut four layers"
+
+
+def start_in_vain(is_taken: bool) -> None:
+    """Where another program listens at the port, or as one of two ranks."""
+    from paceline.runtime.initialize import start_distributed
+
+    with socket.socket() as other:
+        if is_taken:
+            other.bind(("", int(os.environ["MASTER_PORT"])))
+            other.listen()
+        else:
+            os.environ["WORLD_SIZE"] = "2"
+        start_distributed(timeout=timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(
+    ("is_taken", "told"),
+    [
+        (True, r"MASTER_PORT is \d+, which another program .*: choose another .*--master_port .*words: .* in use"),
+        (False, r"rank 0 has not met the others of 2 ranks at 127.0.0.1:\d+: start all of them, .*words: Timed out"),
+    ],
+    ids=["port", "rank"],
+)
+def test_ranks_that_do_not_meet_are_told_the_remedy(is_taken: bool, told: str) -> None:
+    with pytest.raises(RankError, match=told):
+        run_ranks(start_in_vain, 1, is_taken)

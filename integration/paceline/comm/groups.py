@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -51,6 +52,23 @@ def naming_the_interface() -> Iterator[None]:
             "reach, or set GLOO_SOCKET_IFNAME to such an interface on every rank (for `deepspeed --hostfile` in "
             f".deepspeed_env); `paceline doctor` says what a host's name leads to. Gloo's words: {error}"
         ) from error
+
+
+@contextmanager
+def naming_the_meeting_place() -> Iterator[None]:
+    """Around what has all ranks meet: say what to do where the port is another's, or a rank does not come."""
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        words = str(error).partition("\n")[0]
+        address, port, rank, ranks = map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+        if "already in use" in words:
+            why = f"MASTER_PORT is {port}, which another program on this host has, such as another job: choose another "
+            why += "one with --master_port of deepspeed or torchrun"
+        else:
+            why = f"rank {rank} has not met the others of {ranks} ranks at {address}:{port}: start all of them, with a "
+            why += "MASTER_ADDR and MASTER_PORT that their hosts reach"
+        raise type(error)(f"{why}. Torch's words: {words}") from error
 
 
 def gloo_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:

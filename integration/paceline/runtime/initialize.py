@@ -15,7 +15,7 @@ from torch.nn import Module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..comm.control import ControlPlane
-from ..comm.groups import end_left_groups, end_with, groups_here, naming_the_interface
+from ..comm.groups import end_left_groups, end_with, groups_here, naming_the_interface, naming_the_meeting_place
 from ..comm.launcher_variables import translate
 from ..comm.single_process import become_a_world, is_alone
 from ..comm.staging import share_gpu, shares_gpu
@@ -243,7 +243,7 @@ def start_distributed(**kwargs: Any) -> None:
     on_cpu = get_accelerator().device_name() == "cpu"
     if not on_cpu:
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    with applied(*([NO_SHM_COMM] if on_cpu else [])), naming_the_interface():
+    with applied(*([NO_SHM_COMM] if on_cpu else [])), naming_the_interface(), naming_the_meeting_place():
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), **kwargs)
 
 
