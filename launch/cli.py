@@ -58,18 +58,29 @@ def _run(argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
-        return command(args)
+        status = command(args)
+        print(end="", flush=True)
+        return status
     except BrokenPipeError:  # whoever read our output has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return OK
     except ValueError as error:
         text = str(error)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno == errno.ENAMETOOLONG:
+            text = f"{error.filename}: the name is too long for a file; give a shorter one."
+        elif error.errno == errno.ENOSPC:
+            text = f"{error.filename or 'the output'} cannot be written ({error.strerror}): write to a disk with room."
+            _drop_output()
+        else:
             raise
-        text = f"{error.filename}: the name is too long for a file; give a shorter one."
     print(f"paceline: {brief(text)}", file=sys.stderr)
     return BAD_INPUT
+
+
+def _drop_output() -> None:
+    """Forget what stdout still holds, or the interpreter would fail with it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):

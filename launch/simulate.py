@@ -141,8 +141,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             _draw([_timeline(schedule, fitting(costs, schedule)) for schedule in schedules], args)
         except OSError as error:
+            file = error.filename or " or ".join(filter(None, (args.draw, args.trace)))  # a full disk names none
             raise ValueError(
-                f"cannot write {error.filename} ({error.strerror}): choose another file with --draw or --trace."
+                f"cannot write {file} ({error.strerror}): choose another file with --draw or --trace."
             ) from None
     rows = [_facts(schedule, fitting(costs, schedule)) for schedule in schedules]
     if args.json:

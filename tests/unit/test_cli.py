@@ -256,6 +256,18 @@ def test_what_the_terminal_cannot_show(tmp_path):
     assert done.stdout.endswith(b"wrote \\udcff.svg\n")
 
 
+@pytest.mark.parametrize("command", [["check-config", "ds.json"], ["schema"]])
+def test_output_for_which_there_is_no_room(command, tmp_path):
+    """Of a few lines, which are written at the end, and of many."""
+    (tmp_path / "ds.json").write_text("{}")
+    command = [sys.executable, "-m", "paceline.launch.cli", *command]
+    full = "paceline: the output cannot be written (No space left on device): write to a disk with room.\n"
+    for name, status, told in (("/dev/full", 2, full), ("/dev/null", 0, "")):
+        with open(name, "w") as output:
+            done = subprocess.run(command, stdout=output, stderr=-1, text=True, cwd=tmp_path, timeout=900, check=False)
+        assert (done.returncode, done.stderr) == (status, told)
+
+
 @pytest.mark.parametrize("names", [("", "out"), ("run", "")])
 def test_an_empty_name_is_not_the_working_directory(names, capsys):
     """As of a variable of a shell that is not set."""

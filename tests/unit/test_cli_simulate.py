@@ -438,3 +438,8 @@ def test_costs_that_no_one_has_written(capsys, tmp_path, text, message):
     assert err.startswith(f"paceline: {path}: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_full_disk_is_told_with_the_file(capsys):
+    assert main(["simulate", *SHAPE, *SECONDS, "--trace", "/dev/full"]) == 2
+    assert capsys.readouterr().err.startswith("paceline: cannot write /dev/full (No space left on device): choose")

@@ -77,10 +77,17 @@ def export_checkpoint(
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
             shutil.rmtree(target / hub_files.DRAFT, ignore_errors=True)
-        cause = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
         raise CheckpointError(
-            f"exporting to {target} failed: {cause}; export to a directory that can be written to, with room."
+            f"exporting to {target} failed: {_cause(error)}; export to a directory that can be written to, with room."
         ) from error
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, shutil.Error):  # a list of what could not be copied, whereto and why
+        return str(error.args[0][0][2])
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error).rstrip(".")
 
 
 def _check_replaces(target: Path, checkpoint: Checkpoint) -> None:
