@@ -11,6 +11,7 @@ downloaded.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import logging
@@ -270,5 +271,8 @@ if __name__ == "__main__":
     if not __package__:  # started by its path: files beside it have names of the standard library (profile, trace)
         beside = os.path.dirname(os.path.realpath(__file__))
         sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != beside]
+    code = main()
+    if code in (0, PREEMPTED):  # the ranks have left together, and wandb writes the end of a run as Python ends
+        atexit._run_exitfuncs()
     # Not sys.exit: after an error, threads of gloo or NCCL may still wait for a peer that is gone.
-    end_process(main())
+    end_process(code)

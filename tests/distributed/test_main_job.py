@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -142,10 +143,17 @@ def test_attention_that_is_not_installed(tmp_path: Path) -> None:
     assert "install what it needs, or choose eager or sdpa." in errors
 
 
+def with_something_to_do_at_the_end(argv: list[str], made: Path, *unset: str) -> None:
+    """The job of a process in which somebody, as wandb, does his last as Python ends."""
+    atexit.register(made.touch)
+    finetune_as_a_process(argv, *unset)
+
+
 def test_python_alone(tmp_path: Path) -> None:
     argv = flags(**TINY | {"max_steps": 1}, output_dir=tmp_path / "model")
     with pytest.raises(RankError, match="died with exit status 0"):
-        run_ranks(finetune_as_a_process, 1, argv, *OF_A_LAUNCHER)
+        run_ranks(with_something_to_do_at_the_end, 1, argv, tmp_path / "made", *OF_A_LAUNCHER)
+    assert (tmp_path / "made").exists()
     assert json.loads((tmp_path / "model" / "summary.json").read_text())["stages"] == 1
 
 
