@@ -37,7 +37,7 @@ from ..schedules.lower import (
 from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ..supervise.watch import DEVICE, EVERYONE, WATCH
 from .boundary import Boundary, detached
-from .early_room import EarlyRoom
+from .early_room import Cell, EarlyRoom
 from .meter import Meter
 from .stage_runner import Live, StageRunner
 
@@ -68,7 +68,7 @@ def completing_ops(ops: Iterable[Op], *, is_split: bool) -> dict[Op, Completes]:
     return found
 
 
-def next_backwards(ops: Iterable[Op]) -> frozenset[tuple[int, int]]:
+def next_backwards(ops: Iterable[Op]) -> frozenset[Cell]:
     """Chunk and micro-batch of the forwards whose backward is what a rank computes next."""
     computed = [op for op in ops if op.kind in COMPUTING]
     return frozenset(
@@ -167,7 +167,7 @@ class Executor:
         self._deferral, self._deferred = deferral, dict[tuple[int, int], Deferred]()
         self.early_room = early_room
         self._checkpointed = [False] * len(self.held)
-        self._kept: frozenset[tuple[int, int]] = frozenset()
+        self._kept: frozenset[Cell] = frozenset()
         self.recomputes_early = False
         """Whether the step that runs, or ran last, computes activations again before their gradient is there."""
         self.chunk = 0
@@ -248,18 +248,21 @@ class Executor:
         self.chunk = 0
 
     def _find_checkpoints(self, program: Sequence[Op], *, has_early: bool) -> None:
-        """Which chunks have activations that may be computed again early in this step, and whether they are; those of
-        a micro-batch whose backward comes next are kept then."""
+        """Which chunks have activations that may be computed again early in this step, and whether they are; those that
+        are needed next are kept then, and all of the last stage, if they have room.
+        """
         room = self.early_room if has_early else None
         runners = [stage.runner for stage in self.held]
         self._checkpointed = [room is not None and runner.may_recompute_early() for runner in runners]
-        kept = next_backwards(program) if any(self._checkpointed) else frozenset()
-        self.recomputes_early = (
-            room is not None
-            and any(self._checkpointed)
-            and room.suffices(program, runners[0].extent(), keeps={chunk for chunk, _ in kept})
-        )
-        self._kept = kept if self.recomputes_early else frozenset()
+        self.recomputes_early, self._kept = False, frozenset()
+        if room is None or not any(self._checkpointed):
+            return
+        needed_next = next_backwards(program)
+        of_last = {op[1:3][::-1] for op in program if op.kind == RUN_FORWARD and runners[op.chunk].is_last}
+        for kept in (needed_next | of_last, needed_next):
+            if room.suffices(program, runners[0].extent(), kept):
+                self.recomputes_early, self._kept = True, kept
+                return
 
     def _forward(self, chunk: int, live: Live, number: int, *, keeps: bool) -> None:
         held = self.held[chunk]

@@ -59,10 +59,20 @@ def test_longer_micro_batches_need_more() -> None:
 
 
 def test_what_is_kept_from_the_forward_on_is_there_beside_the_gradients_of_logits() -> None:
-    program = lower(families.one_f_one_b(4, 8))[3]
+    program, kept = lower(families.one_f_one_b(4, 8))[3], {(0, micro_batch) for micro_batch in range(8)}
     assert EarlyRoom(metered(), lambda: SAVED + AGAIN).suffices(program, MEASURED)
-    assert not EarlyRoom(metered(), lambda: SAVED + AGAIN).suffices(program, MEASURED, keeps={0})
-    assert EarlyRoom(metered(), lambda: 2 * SAVED + AGAIN).suffices(program, MEASURED, keeps={0})
+    assert not EarlyRoom(metered(), lambda: SAVED + AGAIN).suffices(program, MEASURED, kept)
+    assert EarlyRoom(metered(), lambda: 2 * SAVED + AGAIN).suffices(program, MEASURED, kept)
+
+
+@pytest.mark.parametrize(
+    ("count", "need"), [(0, 8 * SAVED + AGAIN), (1, 9 * SAVED + 2 * AGAIN), (8, 9 * SAVED + 8 * AGAIN)]
+)
+def test_each_micro_batch_that_is_kept_needs_room(count: int, need: float) -> None:
+    """Of eight that are alive at once; others are recomputed one at a time."""
+    program, kept = lower(families.gpipe(4, 8))[3], {(0, micro_batch) for micro_batch in range(count)}
+    assert EarlyRoom(metered(), lambda: need).suffices(program, MEASURED, kept)
+    assert not EarlyRoom(metered(), lambda: need - 1).suffices(program, MEASURED, kept)
 
 
 def test_the_device_is_asked_again_only_where_more_is_needed() -> None:
