@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches
-from support.ranks import OneAfterAnother, on
+from support.ranks import OneAfterAnother, on, run_ranks
 
 STEPS = 3
 
@@ -116,6 +116,24 @@ def test_what_is_needed_next_is_kept() -> None:
         is_last, count = rank >= 2, MICRO_BATCHES // 2
         assert Counter(late["forwards"]) == dict.fromkeys(range(STEPS), 2 * count)
         assert Counter(early["forwards"]) == {0: 2 * count, **dict.fromkeys(range(1, STEPS), count * (2 - is_last))}
+
+
+def rooms(case: Case) -> tuple[float, int]:
+    """What activations may take, of a million bytes, before the first step; and bytes of what is trained."""
+    import paceline
+    from paceline.runtime import assembly
+
+    assembly.room_bytes = lambda *_: 10**6
+    engine, *_ = paceline.initialize(model=case.model, config=case.config)
+    room = engine.executor.early_room._room_bytes()
+    engine.destroy()
+    return room, sum(parameter.nbytes for parameter in engine.module.parameters())
+
+
+def test_gradients_that_a_step_will_make_have_no_room_for_activations() -> None:
+    """Of a single pipeline; autograd makes them in each step anew."""
+    for room, num_bytes in run_ranks(rooms, 2, Case()):
+        assert room == 10**6 - num_bytes
 
 
 @pytest.mark.parametrize("name", CASES)

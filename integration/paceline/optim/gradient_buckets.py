@@ -231,6 +231,11 @@ class GradientBuckets:
             return sum(buffers.gradient_bytes() for buffers in self.buffers)
         return sum(parameter.nbytes for parameter in self._layout.parameters)
 
+    def coming_bytes(self) -> int:
+        """Bytes that the gradients of a step will take and do not take yet: those without memory of their own."""
+        coming = (p for p in self._layout.parameters if p.requires_grad and p.grad is None)
+        return 0 if self.buffers else sum(parameter.nbytes for parameter in coming)
+
     def release(self, *, keep_values: bool = False) -> None:
         """Take the hooks off and forget gradients; unless ``keep_values``, parameters have memory of their own then."""
         for hook in self.hooks:

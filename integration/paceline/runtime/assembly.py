@@ -171,6 +171,8 @@ def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
 
     def room() -> float:
         free = room_bytes(device, ranks_sharing(device))
+        if isinstance(engine.optimizer, ShardedOptimizer):
+            free -= engine.optimizer.gradients.coming_bytes()
         return float(free if choice.memory_bytes is None else min(free, choice.memory_bytes))
 
     return EarlyRoom(engine.meter, room)

@@ -253,6 +253,23 @@ def test_owners_values_come_from_the_other_rank() -> None:
     assert booked.found[0][0] == "values"
 
 
+def test_gradients_that_have_no_memory_yet_are_still_to_come() -> None:
+    """Of a single pipeline; where ranks reduce, buckets have memory from the start."""
+    module = ThreeLayers()
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    options = StepOptions()
+    layout = ParameterLayout(torch.optim.SGD(module.parameters(), lr=1.0), names, options)
+    gradients = GradientBuckets(layout, Booked, options)
+    assert gradients.coming_bytes() == 3 * 16 * 4
+    module(X).sum().backward()
+    assert gradients.coming_bytes() == 16 * 4
+    module.unused.requires_grad_(False)
+    assert gradients.coming_bytes() == 0
+    gradients.zero()
+    assert gradients.coming_bytes() == 2 * 16 * 4
+    assert made()[1].coming_bytes() == 0
+
+
 def test_parameters_have_memory_of_their_own_again() -> None:
     module, gradients, _, _, _ = made()
     values = [parameter.detach().clone() for parameter in module.parameters()]
