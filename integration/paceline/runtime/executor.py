@@ -168,6 +168,9 @@ class Executor:
         self.early_room = early_room
         self._checkpointed = [False] * len(self.held)
         self._kept: frozenset[Cell] = frozenset()
+        self._counted: set[int] = set()
+        """Chunks of which the first micro-batch of the step is there. It is the one that memory is measured of, since
+        others may be shorter."""
         self.recomputes_early = False
         """Whether the step that runs, or ran last, computes activations again before their gradient is there."""
         self.chunk = 0
@@ -255,6 +258,7 @@ class Executor:
         runners = [stage.runner for stage in self.held]
         self._checkpointed = [room is not None and runner.may_recompute_early() for runner in runners]
         self.recomputes_early, self._kept = False, frozenset()
+        self._counted.clear()
         if room is None or not any(self._checkpointed):
             return
         needed_next = next_backwards(program)
@@ -267,7 +271,8 @@ class Executor:
     def _forward(self, chunk: int, live: Live, number: int, *, keeps: bool) -> None:
         held = self.held[chunk]
         if self._checkpointed[chunk]:
-            counts = self._meter.counts_recomputed(chunk)
+            counts = chunk not in self._counted and self._meter.counts_recomputed(chunk)
+            self._counted.add(chunk)
             if counts or self.recomputes_early:
                 live.checkpoints = held.runner.checkpoints(counts=counts, keeps=keeps and not counts)
 

@@ -163,7 +163,7 @@ def held_by(schedule: Schedule, rank: int, runners: list[StageRunner], queues: d
 
 
 def train(
-    schedule: Schedule, order: str, made: type[LayerRunner] = LayerRunner, room: Any = None
+    schedule: Schedule, order: str, made: type[LayerRunner] = LayerRunner, room: Any = None, *, measures: bool = False
 ) -> tuple[list[list[list[nn.Linear]]], list[Ended], list[Executor]]:
     """One step: the layers of each rank and chunk, with their gradients."""
     inputs = torch.randn(MICRO_BATCHES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -186,6 +186,7 @@ def train(
             for runner in runners:
                 deferral.adopt(runner.layer)  # type: ignore[attr-defined]
             held = held_by(schedule, rank, runners, queues, meter)
+            meter.measures_memory_of = 1 if measures else None
             executors[rank] = Executor(held, meter=meter, transports=(), deferral=deferral, early_room=room)
             meter.recorder.begin()
             executors[rank].run(
@@ -232,6 +233,7 @@ class AgainRunner(LayerRunner):
     def __init__(self, stage: int, layers: list[nn.Linear], inputs: Tensor) -> None:
         super().__init__(stage, layers, inputs)
         self.ran = 0
+        self.counted: list[bool] = []
 
     def forward(self, live: Live, number: int) -> None:
         def run(x: Tensor) -> Tensor:
@@ -246,6 +248,7 @@ class AgainRunner(LayerRunner):
         return True
 
     def checkpoints(self, *, counts: bool, keeps: bool = False) -> Checkpoints:
+        self.counted.append(counts)
         return Checkpoints(torch.device("cpu"), keeps=keeps)
 
     def extent(self, number: int | None = None) -> Extent:
@@ -260,6 +263,16 @@ class Always:
 
     def suffices(self, program: object, most: object, kept: object = ()) -> bool:
         return self.answer
+
+
+def test_bytes_are_counted_of_the_micro_batch_whose_forward_is_measured() -> None:
+    """The first one of each stage: micro-batches may differ."""
+    schedule = SCHEDULES["interleaved"]
+    found, _, executors = train(schedule, "free", AgainRunner, Always(True), measures=True)
+    for chunks, executor in zip(found, executors, strict=True):
+        assert executor._meter.saved_bytes[1].keys() == {0, 1}
+        for _, runner in chunks:
+            assert runner.counted == [True] + [False] * (MICRO_BATCHES - 1)
 
 
 def both_ways() -> Schedule:
