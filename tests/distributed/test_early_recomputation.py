@@ -121,9 +121,9 @@ def test_what_is_needed_next_is_kept() -> None:
 def rooms(case: Case) -> tuple[float, int]:
     """What activations may take, of a million bytes, before the first step; and bytes of what is trained."""
     import paceline
-    from paceline.runtime import assembly
+    from paceline.runtime import rank_reports
 
-    assembly.room_bytes = lambda *_: 10**6
+    rank_reports.room_bytes = lambda *_: 10**6
     engine, *_ = paceline.initialize(model=case.model, config=case.config)
     room = engine.executor.early_room._room_bytes()
     engine.destroy()

@@ -23,10 +23,9 @@ from ..averaging.averager import Averager, make_averager
 from ..averaging.masters_by_name import PipelineMasters
 from ..comm.formats import BoundaryFormats
 from ..comm.host_barrier import host_barrier
-from ..comm.staging import ranks_sharing, staging_for
+from ..comm.staging import staging_for
 from ..hf.quantised import quantisation_of
 from ..hf.weights import is_pretrained
-from ..measure.device_memory import room_bytes
 from ..moe.experts_ahead import BesideSteps
 from ..moe.moving import states_of
 from ..moe.stage_agreement import Stages
@@ -56,6 +55,7 @@ from .natural_gradient_part import NaturalGradientPart, loss_scale_of
 from .optimizer_setup import check_own_parameters, step_options
 from .pipeline_links import Links
 from .pipeline_measurements import PipelineMeasurements
+from .rank_reports import step_room_bytes
 from .rounding_errors import RoundingErrors
 from .startup import dtype_of
 from .state_owners import Mirrors, by_stage, over_directions, stage_of_parameters
@@ -170,9 +170,7 @@ def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
         return None
 
     def room() -> float:
-        free = room_bytes(device, ranks_sharing(device))
-        if isinstance(engine.optimizer, ShardedOptimizer):
-            free -= engine.optimizer.gradients.coming_bytes()
+        free = step_room_bytes(device, engine.optimizer)
         return float(free if choice.memory_bytes is None else min(free, choice.memory_bytes))
 
     return EarlyRoom(engine.meter, room)

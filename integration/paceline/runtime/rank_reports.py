@@ -199,7 +199,7 @@ class ReportGatherer:
             self.clocks.append(compare_clocks(self._control, self._links.ranks, is_ring(self._links.routes)))
         state_bytes, moved_bytes, paused_bytes = bytes_per_parameter(self._module, self._optimizer)
         if memory_bytes is None:
-            memory_bytes = room_bytes(self._device, ranks_sharing(self._device))
+            memory_bytes = step_room_bytes(self._device, self._optimizer)
         report = Report(
             device=self._links.device_number,
             replica=self._links.pipe_number,
@@ -259,6 +259,12 @@ def in_turn(records: Mapping[LaneKey, Sequence[Record[float]]]) -> dict[LaneKey,
         key: [replace(record, begun_s=max(record.begun_s, before[record.done_s])) for record in own]
         for key, own in records.items()
     }
+
+
+def step_room_bytes(device: torch.device, optimizer: object) -> int:
+    """What a step's activations may take of the memory that is free between steps: its gradients take some, too."""
+    coming = optimizer.gradients.coming_bytes() if isinstance(optimizer, ShardedOptimizer) else 0
+    return room_bytes(device, ranks_sharing(device)) - coming
 
 
 def bytes_per_parameter(module: nn.Module, optimizer: object) -> tuple[float, float, float]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.comm.transport import Record
 from paceline.measure.clock import Clock
+from paceline.optim.sharded import ShardedOptimizer
 from paceline.runtime import rank_reports
 from paceline.runtime.meter import Meter
 from paceline.runtime.rank_reports import COMPARISONS, LaneKey, ReportGatherer, in_turn, messages
@@ -102,6 +103,21 @@ def gatherer(lanes: dict[str, Any], machines: int = 1) -> ReportGatherer:
     module, device = nn.Linear(1, 1), torch.device("cpu")
     meter = Meter(Clock(device), module, device)
     return ReportGatherer(control, meter, device, links=links, module=module, optimizer=None)
+
+
+def test_gradients_of_a_step_leave_less_room_for_its_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where autograd makes them in each step anew."""
+    monkeypatch.setattr(rank_reports, "compare_clocks", lambda *args: (0.0, 0.0))
+    monkeypatch.setattr(rank_reports, "ranks_sharing", lambda device: 1)
+    monkeypatch.setattr(rank_reports, "room_bytes", lambda *args: 1000)
+    monkeypatch.setattr(rank_reports, "bytes_per_parameter", lambda *args: (12.0, 8.0, 4.0))
+    reports = gatherer({})
+    optimizer: Any = ShardedOptimizer.__new__(ShardedOptimizer)
+    optimizer.gradients = SimpleNamespace(coming_bytes=lambda: 8)
+    for own, room in ((None, 1000), (optimizer, 992)):
+        reports._optimizer = own
+        (report,) = reports.gather({})
+        assert report.room_bytes == room
 
 
 def test_messages_that_are_skipped_are_not_reported_later(monkeypatch: pytest.MonkeyPatch) -> None:
