@@ -293,6 +293,24 @@ def test_recomputed_layers_in_two_chunks() -> None:
     assert isinstance(with_two_chunks(ALONE, work, narrow, micro_batches=4), Dropped)
 
 
+def test_the_last_stage_keeps_what_it_would_recompute_where_there_is_room() -> None:
+    """It is the slowest, because of its head, and each micro-batch takes two forwards less there."""
+    work, where = recomputing(16), cluster(100_000)
+    *others, head = work.items
+    head = Item(head.memory._replace(num_parameters=20_000_000), 0.04, 0.08)
+    work = replace(work, items=(*others, head), work=(0.0, *[1.0] * 8, 0.0))
+    plan = plan_of(ALONE, work, where)
+    assert isinstance(plan, Plan)
+    assert plan.boundaries == (0, 3, 5, 7, 10)
+    assert sum(plan.terms.values()) == pytest.approx(plan.step_s)
+    narrow = replace(where, memory_bytes=max(need.total for need in plan.memory) + SENT)
+    late = plan_of(ALONE, work, narrow)
+    assert isinstance(late, Plan)
+    assert late.step_s - plan.step_s >= 16 * 2 * FORWARD_S
+    assert plan.terms["bubble"] == 0.0
+    assert plan.terms["dense"] < late.terms["dense"]
+
+
 @pytest.mark.parametrize(
     ("layers", "times", "memory_gib", "under_1f1b", "at_best"), [(4, 3, 0.8, 16, 1), (8, 4, 80.0, 1, 16)]
 )
