@@ -72,7 +72,7 @@ def export(
 
 
 @contextmanager
-def naming(target: Path) -> Iterator[None]:
+def _naming(target: Path) -> Iterator[None]:
     """An error names the place, which the system does not where a disk is full."""
     try:
         yield
@@ -126,7 +126,7 @@ def _write_model(
     with control.together(f"writing stage {pipeline.stage_id} to {target}"):
         for name, keys in zip(names[first:], files, strict=False):
             hub_files.write_tensors({key: state[key] for key in keys}, draft / name)
-    with control.together(f"finishing {target}"), naming(target):
+    with control.together(f"finishing {target}"), _naming(target):
         if control.rank == 0:
             hub_files.save_config(pipeline.stage.model, draft)
             if tokenizer is not None:
@@ -159,7 +159,7 @@ def _write_adapters(
             # PEFT writes embedding and head too if they have got rows for new tokens.
             rows = {PREFIX + name: part for name, part in _own_rows(pipeline).items() if PREFIX + name in state}
     states, heads = control.gather_at_first(state), control.gather_at_first(rows)
-    with control.together(f"writing {target}"), naming(target):
+    with control.together(f"writing {target}"), _naming(target):
         if control.rank == 0:
             draft = hub_files.begin(target)
             found = {name: tensor for one in states for name, tensor in one.items()}

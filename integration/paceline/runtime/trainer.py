@@ -52,7 +52,7 @@ from ..supervise.watch import WATCH
 from .builder import build_pipeline
 from .initialize import TIMEOUT_S, initialize, start_distributed
 from .micro_batches import FILLER, count_label_tokens
-from .model_export import export, naming
+from .model_export import _naming, export
 from .module import CausalLMPipeline, config_of
 from .replica_shares import ReplicaShares
 from .run_log import RunLog
@@ -399,7 +399,7 @@ class PipelineTraining(_Trainer):
         with ExitStack() as stack:
             if self.is_pipeline and self.control.should_save:
                 folder = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-                stack.enter_context(naming(folder))
+                stack.enter_context(_naming(folder))
                 stack.enter_context(naming_the_one_before(folder))
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
