@@ -37,7 +37,7 @@ from ..schedules.lower import (
 from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ..supervise.watch import DEVICE, EVERYONE, WATCH
 from .boundary import Boundary, detached
-from .early_room import Cell, EarlyRoom
+from .early_room import Cell, EarlyRoom, Extent
 from .meter import Meter
 from .stage_runner import Live, StageRunner
 
@@ -169,8 +169,7 @@ class Executor:
         self._checkpointed = [False] * len(self.held)
         self._kept: frozenset[Cell] = frozenset()
         self._counted: set[int] = set()
-        """Chunks of which the first micro-batch of the step is there. It is the one that memory is measured of, since
-        others may be shorter."""
+        """Chunks of which the bytes of a micro-batch of the step are counted: that whose forward is measured."""
         self.recomputes_early = False
         """Whether the step that runs, or ran last, computes activations again before their gradient is there."""
         self.chunk = 0
@@ -206,6 +205,7 @@ class Executor:
             splits = any(op.kind == RUN_BACKWARD_INPUT for op in ops)
             self._deferral.is_on = splits and not self._meter.times_single_layers
         self._find_checkpoints(ops, has_early=trains and not goes_on)
+        self._meter.measured_numbers = self._largest(ops) if trains and not goes_on else {}
         ending = (COMPLETE,) if goes_on else BACKWARDS
         last = {(op.chunk, op.lag): op.micro_batch for op in ops if op.kind in ending}
         completing = {} if goes_on else completing_ops(ops, is_split=self._splits)
@@ -250,6 +250,21 @@ class Executor:
             transport.finish()
         self.chunk = 0
 
+    def _largest(self, program: Sequence[Op]) -> dict[int, int]:
+        """By chunk of which it is not known what micro-batches keep, the largest one of the step."""
+        found: dict[int, tuple[Extent, int]] = {}
+        lacking = {
+            chunk
+            for chunk, again in enumerate(self._checkpointed)
+            if self._meter.lacks_memory_of(chunk, splits=self._splits, recomputes=again)
+        }
+        for kind, number, chunk, _ in program if lacking else ():
+            if kind == RUN_FORWARD and chunk in lacking:
+                extent = self.held[chunk].runner.extent(number)
+                if extent is not None and (chunk not in found or extent > found[chunk][0]):
+                    found[chunk] = extent, number
+        return {chunk: number for chunk, (_, number) in found.items()}
+
     def _find_checkpoints(self, program: Sequence[Op], *, has_early: bool) -> None:
         """Which chunks have activations that may be computed again early in this step, and whether they are; those that
         are needed next are kept then, and all of the last stage, if they have room.
@@ -271,8 +286,10 @@ class Executor:
     def _forward(self, chunk: int, live: Live, number: int, *, keeps: bool) -> None:
         held = self.held[chunk]
         if self._checkpointed[chunk]:
-            counts = chunk not in self._counted and self._meter.counts_recomputed(chunk)
-            self._counted.add(chunk)
+            counts = self._meter.counts_recomputed(chunk) and self._meter.is_measured(number, chunk)
+            counts = counts and chunk not in self._counted
+            if counts:
+                self._counted.add(chunk)
             if counts or self.recomputes_early:
                 live.checkpoints = held.runner.checkpoints(counts=counts, keeps=keeps and not counts)
 
@@ -309,7 +326,8 @@ class Executor:
             with self._deferral.collecting() as deferred:
                 run()
             self._deferred[chunk, number] = deferred
-            self._meter.deferred(lambda: deferred.num_bytes, chunk)
+            if self._meter.is_measured(number, chunk):
+                self._meter.deferred(lambda: deferred.num_bytes, chunk)
 
         if is_whole:
             self._meter.compute(BACKWARD, number, run, chunk)

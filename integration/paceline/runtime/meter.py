@@ -39,6 +39,8 @@ class Meter:
         one that was measured."""
         self.measures_memory_of: int | None = None
         """Micro-batch size of which each chunk's next forward tells what it keeps, if that is not known."""
+        self.measured_numbers: dict[int, int] = {}
+        """By chunk, the number of the micro-batch that tells it; where there is none it is the next one."""
         self._module, self._device = module, device
         self._layer_timers: list[LayerTimer] = []
         """By chunk, while layers are timed."""
@@ -57,7 +59,8 @@ class Meter:
         if timer is not None:
             timer.begin(kind)
         size = self.measures_memory_of
-        if kind == FORWARD and size is not None and chunk not in self.saved_bytes.get(size, ()):
+        is_known = size is None or chunk in self.saved_bytes.get(size, ())
+        if kind == FORWARD and size is not None and not is_known and self.is_measured(number, chunk):
             self._measure_memory(run, size, chunk)
             recorder.leave_out(kind, number, chunk)
         else:
@@ -88,6 +91,19 @@ class Meter:
             most = most_bytes()
             if most is not None:
                 self._most_deferred_bytes.setdefault(size, {})[chunk] = most
+
+    def is_measured(self, number: int, chunk: int) -> bool:
+        """Whether a micro-batch tells what those of its size keep."""
+        return self.measured_numbers.get(chunk, number) == number
+
+    def lacks_memory_of(self, chunk: int, *, splits: bool, recomputes: bool) -> bool:
+        """Whether it is to be measured what a micro-batch keeps: also between split backwards, and recomputed."""
+        size = self.measures_memory_of
+        if size is None:
+            return False
+        lacks_deferred = splits and chunk not in self._deferred_bytes.get(size, ())
+        lacks_recomputed = recomputes and chunk not in self.recomputed_bytes.get(size, ())
+        return chunk not in self.saved_bytes.get(size, ()) or lacks_deferred or lacks_recomputed
 
     def counts_recomputed(self, chunk: int) -> bool:
         """Whether it is to be counted what the activations of a chunk keep that are computed again."""

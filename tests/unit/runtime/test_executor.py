@@ -265,14 +265,27 @@ class Always:
         return self.answer
 
 
-def test_bytes_are_counted_of_the_micro_batch_whose_forward_is_measured() -> None:
-    """The first one of each stage: micro-batches may differ."""
-    schedule = SCHEDULES["interleaved"]
-    found, _, executors = train(schedule, "free", AgainRunner, Always(True), measures=True)
-    for chunks, executor in zip(found, executors, strict=True):
-        assert executor._meter.saved_bytes[1].keys() == {0, 1}
-        for _, runner in chunks:
-            assert runner.counted == [True] + [False] * (MICRO_BATCHES - 1)
+LARGEST = 5
+
+
+class UnlikeRunner(AgainRunner):
+    """One of its micro-batches has more tokens than the others."""
+
+    def extent(self, number: int | None = None) -> Extent:
+        return Extent(1 + (number == LARGEST), 1)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "two directions"])
+def test_memory_is_measured_of_the_largest_micro_batch_of_the_first_step(name: str) -> None:
+    """Of each chunk, which may have only some of them; of equal ones it is the first."""
+    schedule = SCHEDULES[name]
+    found, _, executors = train(schedule, "free", UnlikeRunner, Always(True), measures=True)
+    for rank, (chunks, executor) in enumerate(zip(found, executors, strict=True)):
+        assert executor._meter.saved_bytes[1].keys() == set(range(len(chunks)))
+        for chunk, (_, runner) in enumerate(chunks):
+            own = range(schedule.direction(rank, chunk), MICRO_BATCHES, schedule.num_directions)
+            measured = LARGEST if LARGEST in own else own[0]
+            assert runner.counted == [number == measured for number in own]
 
 
 def both_ways() -> Schedule:
