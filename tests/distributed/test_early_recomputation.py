@@ -119,7 +119,7 @@ def test_what_is_needed_next_is_kept() -> None:
 
 
 def rooms(case: Case) -> tuple[float, int]:
-    """What activations may take, of a million bytes, before the first step; and bytes of what is trained."""
+    """Bytes that activations may take of a million, before the first step; and bytes of what is trained."""
     import paceline
     from paceline.runtime import rank_reports
 
@@ -131,7 +131,7 @@ def rooms(case: Case) -> tuple[float, int]:
 
 
 def test_gradients_that_a_step_will_make_have_no_room_for_activations() -> None:
-    """Of a single pipeline; autograd makes them in each step anew."""
+    """A single pipeline's are made by autograd in each step anew."""
     for room, num_bytes in run_ranks(rooms, 2, Case()):
         assert room == 10**6 - num_bytes
 

@@ -258,7 +258,7 @@ def test_what_the_terminal_cannot_show(tmp_path):
 
 @pytest.mark.parametrize("command", [["check-config", "ds.json"], ["schema"]])
 def test_output_for_which_there_is_no_room(command, tmp_path):
-    """Of a few lines, which are written at the end, and of many."""
+    """Few lines are written at the end, many before."""
     (tmp_path / "ds.json").write_text("{}")
     command = [sys.executable, "-m", "paceline.launch.cli", *command]
     full = "paceline: the output cannot be written (No space left on device): write to a disk with room.\n"

@@ -26,7 +26,7 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class _Now(threading.local):
-    """What the computation of a thread belongs to."""
+    """State of a thread: whose forward it runs, and whether that is a repeated one."""
 
     checkpoints: Checkpoints | None = None
     repeats = False

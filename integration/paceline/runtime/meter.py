@@ -35,8 +35,8 @@ class Meter:
         self._most_deferred_bytes: dict[int, dict[int, float]] = {}
         """The most that it can be, until it is measured."""
         self.recomputed_bytes: dict[int, dict[int, tuple[Extent, float]]] = {}
-        """What the activations that are computed again keep beside, by micro-batch size and chunk, with the size of the
-        one that was measured."""
+        """Bytes that a micro-batch's layers keep once they are computed again, by micro-batch size and chunk, with the
+        extent of the one that was measured."""
         self.measures_memory_of: int | None = None
         """Micro-batch size of which each chunk's next forward tells what it keeps, if that is not known."""
         self.measured_numbers: dict[int, int] = {}

@@ -262,7 +262,7 @@ def in_turn(records: Mapping[LaneKey, Sequence[Record[float]]]) -> dict[LaneKey,
 
 
 def step_room_bytes(device: torch.device, optimizer: object) -> int:
-    """What a step's activations may take of the memory that is free between steps: its gradients take some, too."""
+    """Bytes of what is free between steps that a step's activations may take: its gradients take some, too."""
     coming = optimizer.gradients.coming_bytes() if isinstance(optimizer, ShardedOptimizer) else 0
     return room_bytes(device, ranks_sharing(device)) - coming
 

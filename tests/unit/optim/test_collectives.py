@@ -81,7 +81,7 @@ def test_one_each_way(corrections: Corrections | None) -> None:
 
 
 def test_an_optimizer_of_another_package_steps_whole_parameters() -> None:
-    """That of bitsandbytes is an AdamW too, whose states have a scale for each block of a parameter."""
+    """bitsandbytes has an AdamW too, whose states have a scale for each block of a parameter."""
     model = module()
     names = {parameter: name for name, parameter in model.named_parameters()}
     kind = type("AdamW", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})

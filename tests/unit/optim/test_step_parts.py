@@ -254,7 +254,7 @@ def test_owners_values_come_from_the_other_rank() -> None:
 
 
 def test_gradients_that_have_no_memory_yet_are_still_to_come() -> None:
-    """Of a single pipeline; where ranks reduce, buckets have memory from the start."""
+    """A single pipeline has them; where ranks reduce, buckets have memory from the start."""
     module = ThreeLayers()
     names = {parameter: name for name, parameter in module.named_parameters()}
     options = StepOptions()

@@ -52,7 +52,7 @@ def test_live_micro_batches_leave_room_or_not(room: float, suffices: bool) -> No
 
 
 def test_longer_micro_batches_need_more() -> None:
-    """Of twice the tokens twice as much; of twice the length also what each token looks at."""
+    """Twice the tokens need twice as much; with twice the length each token also looks at twice as many."""
     for most, need in ((Extent(64, 16), 280.0), (Extent(64, 32), 560.0), (Extent(8, 8), 140.0)):
         assert EarlyRoom(metered(), lambda: need).suffices(PROGRAM, most), need  # noqa: B023
         assert not EarlyRoom(metered(), lambda: need - 1).suffices(PROGRAM, most), need  # noqa: B023
@@ -69,7 +69,7 @@ def test_what_is_kept_from_the_forward_on_is_there_beside_the_gradients_of_logit
     ("count", "need"), [(0, 8 * SAVED + AGAIN), (1, 9 * SAVED + 2 * AGAIN), (8, 9 * SAVED + 8 * AGAIN)]
 )
 def test_each_micro_batch_that_is_kept_needs_room(count: int, need: float) -> None:
-    """Of eight that are alive at once; others are recomputed one at a time."""
+    """Eight are alive at once; those that are not kept are recomputed one at a time."""
     program, kept = lower(families.gpipe(4, 8))[3], {(0, micro_batch) for micro_batch in range(count)}
     assert EarlyRoom(metered(), lambda: need).suffices(program, MEASURED, kept)
     assert not EarlyRoom(metered(), lambda: need - 1).suffices(program, MEASURED, kept)

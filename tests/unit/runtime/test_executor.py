@@ -277,7 +277,7 @@ class UnlikeRunner(AgainRunner):
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "two directions"])
 def test_memory_is_measured_of_the_largest_micro_batch_of_the_first_step(name: str) -> None:
-    """Of each chunk, which may have only some of them; of equal ones it is the first."""
+    """Each chunk has its own, since it may have only some of them; among equal ones it is the first."""
     schedule = SCHEDULES[name]
     found, _, executors = train(schedule, "free", UnlikeRunner, Always(True), measures=True)
     for rank, (chunks, executor) in enumerate(zip(found, executors, strict=True)):
