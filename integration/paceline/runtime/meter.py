@@ -97,7 +97,12 @@ class Meter:
         return self.measured_numbers.get(chunk, number) == number
 
     def lacks_memory_of(self, chunk: int, *, splits: bool, recomputes: bool) -> bool:
-        """Whether it is to be measured what a micro-batch keeps: also between split backwards, and recomputed."""
+        """Whether the memory of a chunk's micro-batches is still to be measured.
+
+        Args:
+            splits: also between both parts of split backwards.
+            recomputes: also of layers that are computed again.
+        """
         size = self.measures_memory_of
         if size is None:
             return False
@@ -106,7 +111,7 @@ class Meter:
         return chunk not in self.saved_bytes.get(size, ()) or lacks_deferred or lacks_recomputed
 
     def counts_recomputed(self, chunk: int) -> bool:
-        """Whether it is to be counted what the activations of a chunk keep that are computed again."""
+        """Whether the bytes of a chunk's recomputed layers are still to be counted."""
         size = self.measures_memory_of
         return size is not None and chunk not in self.recomputed_bytes.get(size, ())
 

@@ -134,14 +134,14 @@ class StageRunner(ABC):
         """Whether there are activations that may be computed again before their gradient is there."""
         return False
 
-    def checkpoints(self, *, counts: bool, keeps: bool = False) -> Checkpoints:
-        """Those of a micro-batch.
+    def checkpoints(self, *, counts: bool, keeps: bool = False) -> Checkpoints | None:
+        """Those of a micro-batch; None: there are none.
 
         Args:
             counts: count their bytes in the backward.
             keeps: keep them instead.
         """
-        raise NotImplementedError(f"{type(self).__name__} computes nothing again early")
+        return None
 
     def extent(self, number: int | None = None) -> Extent | None:
         """Size of a micro-batch; without a number, of the largest of the step."""
