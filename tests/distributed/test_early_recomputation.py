@@ -102,6 +102,8 @@ CASES = {
     "halves of layers": Case(pipeline={"half_layers": True, "partition": [0, 4, 2 * LAYERS + 2]}),
     "some layers": Case(pipeline={"recompute": [1, 2]}, options={"pipeline": {"activation_checkpoint_interval": 0}}),
     "compiled": Case(pipeline={"compile": {"backend": "aot_eager"}}, data="padded"),
+    "boundaries of eight bits": Case(pipeline={"boundary": {"forward": "int8", "backward": "int8"}}),
+    "a head in slices": Case("zbh1", pipeline={"head_slices": 4, "partition": [0, 3, LAYERS + 5]}),
     "without a flush": Case("one_direction", is_early=False),
     "experts on two ranks": Case(
         replicas=2, family="mixtral", options={"expert_parallel": SPREAD}, data="padded", is_early=False
