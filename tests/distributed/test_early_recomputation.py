@@ -1,14 +1,16 @@
-"""Activations that are computed again before their gradient arrives: no number depends on when they are."""
+"""Activations that are kept, or computed again before their gradient arrives: no number depends on it."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
+from paceline.runtime.early_room import EarlyRoom, Keeping, keeping
 from support.jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches
 from support.ranks import OneAfterAnother, on, run_ranks
 
@@ -54,18 +56,46 @@ class Case:
         )
 
 
-def trained(case: Case, *, early: bool) -> dict[str, Any]:
+LATE, SOME, ALL = "late", "some", "all"
+"""Nothing is kept, something is and the rest computed again early, or all is kept."""
+
+
+class Limited(EarlyRoom):
+    """Has half of the room that is missing for all, beside what it takes to compute all again early."""
+
+    def __init__(self, room: EarlyRoom) -> None:
+        super().__init__(room._meter, self._half)
+
+    def _half(self) -> float:
+        program, _, again, saved, deferred = self._of_what  # type: ignore[misc]
+
+        def least(suffices: Callable[[Keeping], bool]) -> float:
+            low, high = 0.0, 1e9
+            while high - low > 1:
+                middle = (low + high) / 2
+                fits = suffices(keeping(program, saved, deferred, again, middle))
+                low, high = (low, middle) if fits else (middle, high)
+            return high
+
+        num_layers = sum(keeping(program, saved, deferred, again, 1e12).kept.values())
+        whole = least(lambda found: sum(found.kept.values()) == num_layers)
+        return (least(lambda found: found.is_early) + whole) / 2
+
+
+def trained(case: Case, room: str) -> dict[str, Any]:
     import paceline
     from paceline.runtime.engine import PacelineEngine
 
     PacelineEngine.transport_order = case.order
     torch.manual_seed(3)
     engine, *_ = paceline.initialize(model=case.model, config=case.config)
-    if not early:
+    if room == LATE or engine.executor.early_room is None:
         engine.executor.early_room = None
+    elif room == SOME:
+        engine.executor.early_room = Limited(engine.executor.early_room)
     replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
     found: dict[str, Any] = {"losses": [], "norms": [], "early": [], "again": [], "forwards": []}
-    mlp = next(module for name, module in engine.module.named_modules() if name.endswith(".mlp"))
+    *_, mlp = (module for name, module in engine.module.named_modules() if name.endswith(".mlp"))
     hook = mlp.register_forward_pre_hook(lambda *_: found["forwards"].append(step))
     for step in range(STEPS):
         batches = step_batches(step, case.data)[replica:MICRO_BATCHES:replicas]
@@ -81,8 +111,8 @@ def trained(case: Case, *, early: bool) -> dict[str, Any]:
     return found
 
 
-def late_and_early(case: Case) -> list[dict[str, Any]]:
-    return [trained(case, early=early) for early in (False, True)]
+def all_ways(case: Case) -> dict[str, dict[str, Any]]:
+    return {room: trained(case, room) for room in (LATE, SOME, ALL)}
 
 
 SPREAD = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
@@ -104,53 +134,70 @@ CASES = {
     "compiled": Case(pipeline={"compile": {"backend": "aot_eager"}}, data="padded"),
     "boundaries of eight bits": Case(pipeline={"boundary": {"forward": "int8", "backward": "int8"}}),
     "a head in slices": Case("zbh1", pipeline={"head_slices": 4, "partition": [0, 3, LAYERS + 5]}),
+    "one stage": Case(stages=1, replicas=2, options={"zero_optimization": {"stage": 1}}),
     "without a flush": Case("one_direction", is_early=False),
     "experts on two ranks": Case(
         replicas=2, family="mixtral", options={"expert_parallel": SPREAD}, data="padded", is_early=False
     ),
 }
-BOTH = OneAfterAnother(late_and_early, {name: on(case.stages * case.replicas, case) for name, case in CASES.items()})
+WAYS = OneAfterAnother(all_ways, {name: on(case.stages * case.replicas, case) for name, case in CASES.items()})
 
 
-def test_what_is_needed_next_is_kept() -> None:
-    """On the last stage each backward comes right after its forward."""
-    for rank, (late, early) in enumerate(BOTH["1f1b, ZeRO 1, two replicas"]):
-        is_last, count = rank >= 2, MICRO_BATCHES // 2
-        assert Counter(late["forwards"]) == dict.fromkeys(range(STEPS), 2 * count)
-        assert Counter(early["forwards"]) == {0: 2 * count, **dict.fromkeys(range(1, STEPS), count * (2 - is_last))}
+@pytest.mark.parametrize("name", ["1f1b, ZeRO 1, two replicas", "one stage"])
+def test_what_has_room_is_not_computed_again(name: str) -> None:
+    count = MICRO_BATCHES // 2
+    for ways in WAYS[name]:
+        assert Counter(ways[LATE]["forwards"]) == dict.fromkeys(range(STEPS), 2 * count)
+        assert Counter(ways[ALL]["forwards"]) == {0: 2 * count, **dict.fromkeys(range(1, STEPS), count)}
+    some = [Counter(ways[SOME]["forwards"]) for ways in WAYS[name]]
+    for step in range(1, STEPS):
+        assert count * len(some) < sum(of_rank[step] for of_rank in some) <= 2 * count * len(some)
 
 
-def rooms(case: Case) -> tuple[float, int]:
-    """Bytes that activations may take of a million, before the first step; and bytes of what is trained."""
+def rooms(case: Case) -> tuple[float, float, int]:
+    """Bytes that activations may take of 10 MB, before an update was made and after, and of what is trained."""
     import paceline
     from paceline.runtime import rank_reports
 
-    rank_reports.room_bytes = lambda *_: 10**6
+    rank_reports.room_bytes = lambda *_: 10**7
     engine, *_ = paceline.initialize(model=case.model, config=case.config)
-    room = engine.executor.early_room._room_bytes()
+    room = engine.executor.early_room._room_bytes
+    before, engine.global_steps = room(), 1
+    after = room()
     engine.destroy()
-    return room, sum(parameter.nbytes for parameter in engine.module.parameters())
+    return before, after, sum(parameter.nbytes for parameter in engine.module.parameters())
 
 
 def test_gradients_that_a_step_will_make_have_no_room_for_activations() -> None:
-    """A single pipeline's are made by autograd in each step anew."""
-    for room, num_bytes in run_ranks(rooms, 2, Case()):
-        assert room == 10**6 - num_bytes
+    """A single pipeline's are made by autograd in each step anew. The optimizer's first step makes its states."""
+    for before, after, num_bytes in run_ranks(rooms, 2, Case()):
+        assert before == 0
+        assert after == 10**7 - num_bytes
+
+
+def test_a_limit_of_the_partition_is_one_of_all_that_a_device_holds() -> None:
+    """The model's values and gradients; the optimizer that has not made a step has no states yet."""
+    limit = 2.0**20
+    partition = {"method": "work", "memory_gib": limit / 2**30}
+    for _, after, num_bytes in run_ranks(rooms, 2, Case(pipeline={"partition": partition})):
+        assert after == limit - 2 * num_bytes
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_number_depends_on_when_activations_are_computed_again(name: str) -> None:
+def test_no_number_depends_on_what_is_kept_and_when_the_rest_is_computed_again(name: str) -> None:
     """Ranks that wait for gradients do so early from the second step on, when it is known what there is to keep."""
     case, again = CASES[name], list[list[int]]()
-    for late, early in BOTH[name]:
-        for key in ("losses", "norms", "evaluated"):
-            assert early[key] == late[key], key
-        assert early["weights"].keys() == late["weights"].keys()
-        for weight, value in early["weights"].items():
-            assert torch.equal(value, late["weights"][weight]), weight
-        assert not any(late["early"])
-        assert not any(late["again"])
-        again.append(early["again"])
+    for ways in WAYS[name]:
+        for room in (SOME, ALL):
+            for key in ("losses", "norms", "evaluated"):
+                assert ways[room][key] == ways[LATE][key], key
+            assert ways[room]["weights"].keys() == ways[LATE]["weights"].keys()
+            for weight, value in ways[room]["weights"].items():
+                assert torch.equal(value, ways[LATE]["weights"][weight]), weight
+        assert not any(ways[LATE]["early"])
+        assert not any(ways[LATE]["again"])
+        assert not any(ways[ALL]["again"])
+        again.append(ways[SOME]["again"])
     first, *later = (sum(of_ranks) for of_ranks in zip(*again, strict=True))
     assert not first
-    assert all(later) if case.is_early else not any(later)
+    assert all(later) if case.is_early and case.stages > 1 else not any(later)

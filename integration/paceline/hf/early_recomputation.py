@@ -76,11 +76,13 @@ class Checkpoints:
     Args:
         device: of the stage.
         counted: the stage, if the bytes are to be counted that its layers keep when its backward has computed them.
-        keeps: nothing is computed again: layers keep their activations.
+        keeps: the first layers that are not computed again: they keep their activations.
     """
 
-    def __init__(self, device: torch.device, counted: nn.Module | None = None, *, keeps: bool = False) -> None:
+    def __init__(self, device: torch.device, counted: nn.Module | None = None, *, keeps: int = 0) -> None:
         self._keeps = keeps
+        self.num_layers = 0
+        """Layers that have run, with those that keep their activations."""
         # Apart from this object: what is computed again refers to it, and this object to what is computed again.
         self._counter = None if counted is None else _Counter(counted, device)
         self._handles: list[Node] = []
@@ -101,6 +103,11 @@ class Checkpoints:
         finally:
             _NOW.checkpoints = None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are layers to be computed again."""
+        return bool(self._handles)
+
     def recompute(self) -> None:
         """Compute all of them again, the last one first."""
         handles, self._handles = self._handles, []
@@ -115,7 +122,8 @@ class Checkpoints:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of one layer."""
-        if self._keeps:
+        self.num_layers += 1
+        if self.num_layers <= self._keeps:
             return function(*args, **kwargs)
         counter = self._counter
 

@@ -55,7 +55,7 @@ from .natural_gradient_part import NaturalGradientPart, loss_scale_of
 from .optimizer_setup import check_own_parameters, step_options
 from .pipeline_links import Links
 from .pipeline_measurements import PipelineMeasurements
-from .rank_reports import step_room_bytes
+from .rank_reports import bytes_per_parameter, step_room_bytes
 from .rounding_errors import RoundingErrors
 from .startup import dtype_of
 from .state_owners import Mirrors, by_stage, over_directions, stage_of_parameters
@@ -162,16 +162,24 @@ def make_stages(engine: PacelineEngine) -> list[HeldStage]:
 
 
 def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
-    """None where no stage waits for the gradients of one that is computed again."""
-    choice, device = engine.plan.schedule, torch.device(engine.device)
-    if not isinstance(engine.module, CausalLMPipeline) or not engine.is_pipe_parallel or choice.is_asynchronous:
+    """None where activations are computed again within backwards always."""
+    schedule, device = engine.plan.schedule, torch.device(engine.device)
+    if not isinstance(engine.module, CausalLMPipeline) or schedule.is_asynchronous:
         return None
     if os.environ.get(RECOMPUTE_EARLY) == "0":
         return None
+    whole = engine.plan.partition_choice.memory_bytes
 
     def room() -> float:
-        free = step_room_bytes(device, engine.optimizer)
-        return float(free if choice.memory_bytes is None else min(free, choice.memory_bytes))
+        if engine.global_steps == engine.skipped_steps:
+            return 0.0  # the optimizer's first step makes its states
+        rooms: list[float] = [step_room_bytes(device, engine.optimizer)]
+        if schedule.memory_bytes is not None:
+            rooms.append(schedule.memory_bytes)
+        if whole is not None:
+            num_parameters = sum(parameter.numel() for parameter in engine.module.parameters())
+            rooms.append(whole - bytes_per_parameter(engine.module, engine.optimizer)[0] * num_parameters)
+        return min(rooms)
 
     return EarlyRoom(engine.meter, room)
 

@@ -309,7 +309,7 @@ class CausalLMRunner(StageRunner):
         module = self._module
         return self.runs_backward and module.expert_groups.size == 1 and module.recomputes(self.stage)
 
-    def checkpoints(self, *, counts: bool, keeps: bool = False) -> Checkpoints:
+    def checkpoints(self, *, counts: bool, keeps: int = 0) -> Checkpoints:
         return Checkpoints(self._device, self._module if counts else None, keeps=keeps)
 
     def extent(self, number: int | None = None) -> Extent | None:

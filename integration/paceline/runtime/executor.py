@@ -6,10 +6,9 @@ With a flush or without one, with one held stage or several, forwards only or wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 from ..comm.transport import Transport
@@ -66,16 +65,6 @@ def completing_ops(ops: Iterable[Op], *, is_split: bool) -> dict[Op, Completes]:
     for op in left.values():
         found[op] = found.get(op, Completes.NOTHING) | Completes.LEFT
     return found
-
-
-def next_backwards(ops: Iterable[Op]) -> frozenset[Cell]:
-    """Chunk and micro-batch of the forwards whose backward is what a rank computes next."""
-    computed = [op for op in ops if op.kind in COMPUTING]
-    return frozenset(
-        one[1:3][::-1]
-        for one, after in pairwise(computed)
-        if one.kind == RUN_FORWARD and after.kind in BACKWARDS and one[1:] == after[1:]
-    )
 
 
 class Updates(Protocol):
@@ -167,7 +156,7 @@ class Executor:
         self._deferral, self._deferred = deferral, dict[tuple[int, int], Deferred]()
         self.early_room = early_room
         self._checkpointed = [False] * len(self.held)
-        self._kept: frozenset[Cell] = frozenset()
+        self._kept: Mapping[Cell, int] = {}
         self._counted: set[int] = set()
         """Chunks of which the bytes of a micro-batch of the step are counted: that whose forward is measured."""
         self.recomputes_early = False
@@ -236,10 +225,10 @@ class Executor:
                 completes = Completes.ALL if goes_on and is_last else completing.get(op, Completes.NOTHING)
                 self._backward(op, live, number, completes, is_last=is_last)
             elif kind == RUN_FORWARD:
-                self._forward(chunk, live, number, keeps=(chunk, micro_batch) in self._kept)
+                self._forward(chunk, live, number, keeps=self._kept.get((chunk, micro_batch), 0))
             else:
                 checkpoints = live.checkpoints if self.recomputes_early and kind == WAIT_GRADIENT else None
-                if checkpoints is not None and (chunk, micro_batch) not in self._kept:
+                if checkpoints is not None and checkpoints.is_waiting:
                     doing("computing activations again", DEVICE)
                     self._meter.compute(RECOMPUTE, number, checkpoints.recompute, chunk)
                     doing(*told)
@@ -266,32 +255,25 @@ class Executor:
         return {chunk: number for chunk, (_, number) in found.items()}
 
     def _find_checkpoints(self, program: Sequence[Op], *, has_early: bool) -> None:
-        """Which chunks have activations that may be computed again early in this step, and whether they are; those that
-        are needed next are kept then, and all of the last stage, if they have room.
-        """
+        """Which chunks have activations that may be computed again early in this step, whether they are, and what keeps
+        them instead."""
         room = self.early_room if has_early else None
         runners = [stage.runner for stage in self.held]
         self._checkpointed = [room is not None and runner.may_recompute_early() for runner in runners]
-        self.recomputes_early, self._kept = False, frozenset()
+        self.recomputes_early, self._kept = False, {}
         self._counted.clear()
-        if room is None or not any(self._checkpointed):
-            return
-        needed_next = next_backwards(program)
-        of_last = {op[1:3][::-1] for op in program if op.kind == RUN_FORWARD and runners[op.chunk].is_last}
-        for kept in (needed_next | of_last, needed_next):
-            if room.suffices(program, runners[0].extent(), kept):
-                self.recomputes_early, self._kept = True, kept
-                return
+        if room is not None and any(self._checkpointed):
+            self.recomputes_early, self._kept = room.choose(program, runners[0].extent())
 
-    def _forward(self, chunk: int, live: Live, number: int, *, keeps: bool) -> None:
+    def _forward(self, chunk: int, live: Live, number: int, *, keeps: int) -> None:
         held = self.held[chunk]
         if self._checkpointed[chunk]:
             counts = self._meter.counts_recomputed(chunk) and self._meter.is_measured(number, chunk)
             counts = counts and chunk not in self._counted
             if counts:
                 self._counted.add(chunk)
-            if counts or self.recomputes_early:
-                live.checkpoints = held.runner.checkpoints(counts=counts, keeps=keeps and not counts)
+            if counts or keeps or self.recomputes_early:
+                live.checkpoints = held.runner.checkpoints(counts=counts, keeps=0 if counts else keeps)
 
         def run() -> None:
             held.boundary.unpack_activation(live, number)
@@ -318,7 +300,8 @@ class Executor:
                 with nullcontext() if checkpoints is None else checkpoints.around_backward():
                     runner.backward(live, number, completes)
                 if checkpoints is not None:
-                    self._meter.recomputed(checkpoints.num_bytes, runner.extent(number), chunk)
+                    extent, layers = runner.extent(number), checkpoints.num_layers
+                    self._meter.recomputed(checkpoints.num_bytes, extent, chunk, layers)
                 held.boundary.pack_gradient(live)
 
         def run_input() -> None:

@@ -12,7 +12,7 @@ from ..measure.clock import Clock
 from ..measure.layer_timer import LayerTimer
 from ..measure.recorder import Recorded, Recorder, SavedBytes
 from ..schedules.schedule import BACKWARD, FORWARD
-from .early_room import Extent
+from .early_room import Extent, Recomputed
 from .movable_layers import Layers
 from .rank_reports import WAIT, LayerReport
 
@@ -34,9 +34,8 @@ class Meter:
         """The same of one between the backward of the inputs and that of the weights."""
         self._most_deferred_bytes: dict[int, dict[int, float]] = {}
         """The most that it can be, until it is measured."""
-        self.recomputed_bytes: dict[int, dict[int, tuple[Extent, float]]] = {}
-        """Bytes that a micro-batch's layers keep once they are computed again, by micro-batch size and chunk, with the
-        extent of the one that was measured."""
+        self.recomputed_bytes: dict[int, dict[int, Recomputed]] = {}
+        """What a micro-batch's layers keep once they are computed again, by micro-batch size and chunk."""
         self.measures_memory_of: int | None = None
         """Micro-batch size of which each chunk's next forward tells what it keeps, if that is not known."""
         self.measured_numbers: dict[int, int] = {}
@@ -115,10 +114,11 @@ class Meter:
         size = self.measures_memory_of
         return size is not None and chunk not in self.recomputed_bytes.get(size, ())
 
-    def recomputed(self, num_bytes: float | None, extent: Extent | None, chunk: int) -> None:
+    def recomputed(self, num_bytes: float | None, extent: Extent | None, chunk: int, num_layers: int = 1) -> None:
         """Note what the activations of a micro-batch keep that were computed again, if they were counted."""
         if self.measures_memory_of is not None and num_bytes is not None and extent is not None:
-            self.recomputed_bytes.setdefault(self.measures_memory_of, {})[chunk] = extent, num_bytes
+            of_size = self.recomputed_bytes.setdefault(self.measures_memory_of, {})
+            of_size[chunk] = Recomputed(extent, num_bytes, num_layers)
 
     def update(self, kind: str, run: Callable[[], None]) -> None:
         """Record when gradients are reduced (``"reduce"``) or an update is made (``"step"``)."""

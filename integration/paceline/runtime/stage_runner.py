@@ -134,12 +134,12 @@ class StageRunner(ABC):
         """Whether there are activations that may be computed again before their gradient is there."""
         return False
 
-    def checkpoints(self, *, counts: bool, keeps: bool = False) -> Checkpoints | None:
+    def checkpoints(self, *, counts: bool, keeps: int = 0) -> Checkpoints | None:
         """Those of a micro-batch; None: there are none.
 
         Args:
             counts: count their bytes in the backward.
-            keeps: keep them instead.
+            keeps: the first layers, so many, keep them instead.
         """
         return None
 

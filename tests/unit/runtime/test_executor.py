@@ -19,7 +19,7 @@ from paceline.measure.clock import Clock
 from paceline.optim.gradient_buckets import Completes
 from paceline.optim.linear_layers import Deferral, Deferred
 from paceline.runtime.boundary import Boundary
-from paceline.runtime.early_room import Extent
+from paceline.runtime.early_room import NOTHING, Extent, Keeping
 from paceline.runtime.executor import Executor, HeldStage
 from paceline.runtime.meter import Meter
 from paceline.runtime.stage_runner import Live, StageRunner, gradient_of
@@ -247,7 +247,7 @@ class AgainRunner(LayerRunner):
     def may_recompute_early(self) -> bool:
         return True
 
-    def checkpoints(self, *, counts: bool, keeps: bool = False) -> Checkpoints:
+    def checkpoints(self, *, counts: bool, keeps: int = 0) -> Checkpoints:
         self.counted.append(counts)
         return Checkpoints(torch.device("cpu"), keeps=keeps)
 
@@ -256,13 +256,13 @@ class AgainRunner(LayerRunner):
 
 
 class Always:
-    """Room in all steps, or in none."""
+    """Keeps activations, or computes them again early, in every step."""
 
-    def __init__(self, suffices: bool) -> None:
-        self.answer = suffices
+    def __init__(self, choice: Keeping) -> None:
+        self.choice = choice
 
-    def suffices(self, program: object, most: object, kept: object = ()) -> bool:
-        return self.answer
+    def choose(self, program: object, most: object) -> Keeping:
+        return self.choice
 
 
 LARGEST = 5
@@ -279,7 +279,7 @@ class UnlikeRunner(AgainRunner):
 def test_memory_is_measured_of_the_largest_micro_batch_of_the_first_step(name: str) -> None:
     """Each chunk has its own, since it may have only some of them; among equal ones it is the first."""
     schedule = SCHEDULES[name]
-    found, _, executors = train(schedule, "free", UnlikeRunner, Always(True), measures=True)
+    found, _, executors = train(schedule, "free", UnlikeRunner, Always(Keeping(True, {})), measures=True)
     for rank, (chunks, executor) in enumerate(zip(found, executors, strict=True)):
         assert executor._meter.saved_bytes[1].keys() == set(range(len(chunks)))
         for chunk, (_, runner) in enumerate(chunks):
@@ -364,25 +364,35 @@ def test_gradients_are_those_of_one_process(name: str, order: str) -> None:
         assert tuple(computed) == order
 
 
-@pytest.mark.parametrize("suffices", [False, True])
+CHOICES = {
+    "late": NOTHING,
+    "early": Keeping(True, {}),
+    "kept": Keeping(True, {(chunk, number): 1 for chunk in range(2) for number in range(MICRO_BATCHES)}),
+    "some kept, the others early": Keeping(True, {(0, 0): 1, (1, 1): 1, (0, 3): 1}),
+    "some kept, the others late": Keeping(False, {(0, 1): 1, (0, 2): 1, (1, 4): 1}),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", ["1f1b", "kfkb", "dualpipev", "split"])
-def test_activations_are_computed_again_before_a_rank_waits_for_their_gradient(name: str, suffices: bool) -> None:
-    schedule = SCHEDULES[name]
-    found, _, executors = train(schedule, "free", AgainRunner, Always(suffices))
+def test_activations_are_kept_or_computed_again_before_a_rank_waits_for_their_gradient(name: str, choice: str) -> None:
+    schedule, (is_early, kept) = SCHEDULES[name], CHOICES[choice]
+    found, _, executors = train(schedule, "free", AgainRunner, Always(CHOICES[choice]))
     for chunks, order, executor in zip(found, schedule.orders, executors, strict=True):
         cells = [stage for stage, _ in chunks]
-        for stage, runner in chunks:
+        for chunk, (stage, runner) in enumerate(chunks):
             assert torch.equal(
                 runner.layer.weight.grad, alone(schedule.num_stages, range(MICRO_BATCHES))[stage].weight.grad
             )
-            is_kept = suffices and stage == schedule.num_stages - 1
-            assert runner.ran == 2 * MICRO_BATCHES - MICRO_BATCHES * is_kept, "the last stage keeps all"
+            keep = sum((chunk, number) in kept for number in range(MICRO_BATCHES))
+            assert runner.ran == 2 * MICRO_BATCHES - keep
         (step,) = executor._meter.recorder.steps()
         waits = [stage < schedule.num_stages - 1 and stage + 1 not in cells for stage, _ in chunks]
         wanted = list[Action]()
         for action in order:
             if action.kind in "BI" and waits[action.chunk]:
-                wanted += [Action("R", *action[1:])] * suffices + [Action("wait", action.micro_batch, 0)]
+                again = is_early and (action.chunk, action.micro_batch) not in kept
+                wanted += [Action("R", *action[1:])] * again + [Action("wait", action.micro_batch, 0)]
             wanted.append(action)
         ran = [Action(span.kind, span.number, span.chunk) for span in step.spans]
         of_backwards = [
@@ -391,18 +401,6 @@ def test_activations_are_computed_again_before_a_rank_waits_for_their_gradient(n
             if action.kind in "RFBIW" or (action.kind == "wait" and ran[number + 1].kind in "BI")
         ]
         assert of_backwards == wanted
-
-
-@pytest.mark.parametrize(("name", "ran"), [("1f1b", 1), ("gpipe", 2)])
-def test_where_few_have_room_those_are_kept_that_are_needed_next(name: str, ran: int) -> None:
-    class Few(Always):
-        def suffices(self, program: object, most: object, kept: Any = ()) -> bool:
-            return name != "gpipe" or not kept
-
-    found, _, executors = train(SCHEDULES[name], "free", AgainRunner, Few(True))
-    ((_, runner),) = found[-1]
-    assert runner.ran == ran * MICRO_BATCHES
-    assert all(executor.recomputes_early for executor in executors)
 
 
 def test_forwards_only_keep_nothing() -> None:
