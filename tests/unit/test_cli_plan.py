@@ -178,7 +178,8 @@ def test_layers_are_recomputed_where_that_alone_fits(plan: Any, tmp_path: Path) 
     shown, _ = plan("llama", *argv, *room, "--write", str(tmp_path / "plans"))
     rows = {row["name"]: row for row in shown["plans"]}
     assert rows[name]["gradient_checkpointing"]
-    assert quick[name] < rows[name]["step_s"] < seconds[name], "not all layers are"
+    assert seconds[name] == pytest.approx(quick[name]), "a run keeps what has room"
+    assert quick[name] < rows[name]["step_s"]
     (again,) = rows[name]["recomputed"]
     assert 0 < again < 4
     written = json.loads(Path(rows[name]["file"]).read_text())
@@ -268,13 +269,16 @@ def test_seconds_of_a_profile(plan: Any, tmp_path: Path) -> None:
     assert "measured with sequence_length 128 and the run has 64" in err
     again, err = plan("mixtral", *argv, "--gradient-checkpointing")
     assert err == ""
-    assert again["plans"][0]["step_s"] == pytest.approx(16 * (4 * 0.4 + 0.1)), "a forward longer"
+    assert again["plans"][0]["step_s"] == pytest.approx(16 * (4 * 0.3 + 0.1)), "all activations have room"
+    tight = str(again["plans"][0]["memory_gib"])
+    again, err = plan("mixtral", *argv, "--gradient-checkpointing", "--memory-gib", tight)
+    assert 16 * (4 * 0.3 + 0.1) < again["plans"][0]["step_s"] <= 16 * (4 * 0.4 + 0.1), "a forward longer"
     _, err = plan("llama", *argv, status=2)
     assert err.startswith(f"paceline: profile {path} is of another model: ")
     Profile(fingerprint(MODELS["mixtral"]), "float32", 1, 128, True, tuple(items), (device,)).save(path)
     as_measured, err = plan("mixtral", *argv)
     assert (err, as_measured["plans"][0]["gradient_checkpointing"]) == ("", True)
-    assert as_measured["plans"][0]["step_s"] == pytest.approx(16 * (4 * 0.3 + 0.1))
+    assert as_measured["plans"][0]["step_s"] == pytest.approx(16 * (4 * 0.2 + 0.1)), "a run would keep all of it"
     assert (
         "gradient_checkpointing True and the run has False" in plan("mixtral", *argv, "--no-gradient-checkpointing")[1]
     )

@@ -29,8 +29,9 @@ from .strategy_costs import (
     TERMS,
     compute_terms,
     pipeline_costs,
-    recomputing_early,
+    rooms_of,
     times_of_stages,
+    with_again,
     with_bubble,
 )
 from .strategy_memory import even_boundaries, live_micro_batches, memory_of_devices, share_of
@@ -64,8 +65,8 @@ def with_best_schedule(plan: Plan, workload: Workload, cluster: Cluster) -> tupl
         activation_bytes=tuple(each),
         deferred_bytes=_deferred(share.items, plan.boundaries, each),
     )
-    left = [cluster.memory_bytes - need.total for need in plan.memory]
-    costs = recomputing_early(costs, strategy, workload, share, times, plan.boundaries, left)
+    rooms, own = rooms_of(plan.memory, cluster.memory_bytes), [[stage] for stage in range(stages)]
+    costs = with_again(costs, strategy, workload, share, times, plan.boundaries, rooms, own)
     costs = _sharing_what_is_sent(costs, range(stages))
     room = _room(plan.memory, cluster)
     slacks = SLACKS if stages * count <= FEW else (0.0, 1.0)
@@ -117,6 +118,7 @@ def with_two_chunks(
     costs = replace(
         costs, weight_s=weight_s, split_factor=factor, activation_bytes=tuple(each), deferred_bytes=deferred
     )
+    costs = with_again(costs, strategy, workload, share, times, boundaries, [inf] * stages, held)
     if _least_s(costs, stages, micro_batches) + sum(after.values()) >= within_s:
         return None
     first = memory_of_devices(share, boundaries, SPLIT_FAMILIES[ZBV](stages, micro_batches))
@@ -124,8 +126,8 @@ def with_two_chunks(
     if most.total > cluster.memory_bytes:
         text = f"rank {number} needs {most.total / 2**30:.4g} GiB of {cluster.memory_bytes / 2**30:.4g} GiB"
         return Dropped(strategy, MEMORY, text, TWO_CHUNKS)
-    left = [cluster.memory_bytes - first[rank].total for rank in route]
-    costs = recomputing_early(costs, strategy, workload, share, times, boundaries, left)
+    rooms = rooms_of(first, cluster.memory_bytes)
+    costs = with_again(costs, strategy, workload, share, times, boundaries, rooms, held)
     samples = micro_batches * size
     known = that_fit(IN_V, stages, samples, {size: costs}, _room(first, cluster))
     best = _fastest(known, stages, samples, _sharing_what_is_sent(costs, route))
@@ -211,11 +213,13 @@ def _fastest(known: Sequence[Candidate], stages: int, samples: int, costs: Costs
 
 
 def _least_s(costs: Costs, stages: int, micro_batches: int) -> float:
-    """Seconds that no order in V goes below: a device begins when a micro-batch has come to it, and has its work."""
+    """Seconds that no order in V goes below: a device begins when a micro-batch has come to it, and has its work, with
+    no activations that are computed again."""
     filled_s = least_s = 0.0
+    again_s = (0.0,) * len(costs.forward_s) if costs.again is None else costs.again.seconds
     for rank in range(stages):
         own = (rank, 2 * stages - 1 - rank)
-        work_s = sum(costs.forward_s[stage] + costs.backward_s[stage] for stage in own)
+        work_s = sum(costs.forward_s[stage] + costs.backward_s[stage] - again_s[stage] for stage in own)
         least_s = max(least_s, filled_s + micro_batches * work_s)
         link = costs.down[rank]
         filled_s += costs.forward_s[rank] + costs.message_bytes[rank] / link.bytes_per_s + link.latency_s

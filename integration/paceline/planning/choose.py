@@ -16,6 +16,7 @@ from ..schedules.stream import Stream
 from ..schedules.variation import expected, phases, resampled_s, varies, without_variation
 from .candidates import Candidate, schedule_of
 from .format_costs import AS_IT_IS, FormatCosts, with_format
+from .kept_activations import as_kept
 from .outlook import outlook
 from .switching import Decision, SwitchRule
 
@@ -137,6 +138,7 @@ class Planner:
         """
         order = self.schedule(candidate)
         costs = with_format(costs, self._formats[self.running_format], self._formats[candidate.boundary])
+        costs = as_kept(costs, order)
         if varies(costs):
             seconds = resampled_s(order, costs, phases(replays))
             return Prediction(candidate, expected(seconds, self._risk), self._peak_bytes(order, costs))
@@ -248,6 +250,7 @@ class Planner:
         costs, then, now = past.costs[candidate.micro_batch_size], past.boundary, candidate.boundary
         costs = without_variation(with_format(costs, self._formats[then], self._formats[now]))
         order = self.schedule(candidate)
+        costs = as_kept(costs, order)
         if isinstance(order, Stream):
             return steady(order, costs).period_s
         return replay(order, costs, Visits(order, costs)).end_s + costs.step_s
@@ -294,6 +297,7 @@ class Planner:
             return prediction.step_s
         boundary = self._formats[prediction.candidate.boundary]
         slow = without_variation(with_format(costs, self._formats[self.running_format], boundary), SLOW)
+        slow = as_kept(slow, order)
         return replay(order, slow, Visits(order, slow)).end_s + slow.step_s
 
     def _rank(self, prediction: Prediction) -> tuple[bool, float, int, tuple[Any, ...]]:

@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
+from ..schedules.costs import Again
 from ..schedules.schedule import Schedule
 from ..schedules.verify import verify
 from .blocks import Device, DoesNotFit
@@ -196,29 +197,33 @@ def recomputed_s(seconds: Sequence[tuple[float, float]], which: Collection[int])
     return [(forth, back + forth * (index in which)) for index, (forth, back) in enumerate(seconds)]
 
 
-def early_s(
+def again_of(
     items: Sequence[ItemMemory],
     forward_s: Sequence[float],
     which: Collection[int],
     boundaries: Sequence[int],
-    room_bytes: Sequence[float],
-) -> tuple[float, ...]:
-    """Seconds of each stage's backward that run before its gradient is there: forwards of recomputed layers, where all
-    of a stage have room at once.
+    rooms: Sequence[float],
+    stages: Sequence[Sequence[int]],
+) -> Again:
+    """Activations that a step computes again, or keeps where they have room.
 
     Args:
         items: memory with these recomputed.
         forward_s: of each item.
         which: items that are recomputed.
-        room_bytes: beside what each stage needs, one layer at a time among it.
+        rooms: bytes of each device for all that is alive, beside one layer that is whole again.
+        stages: of each device.
     """
-    found, blocks = [], items_per_layer(items)
-    for (start, stop), room in zip(pairwise(boundaries), room_bytes, strict=True):
-        again = [index for index in range(start, stop) if index in which]
-        whole = [items[index].working_bytes for index in again]
-        fits = sum(whole) / blocks - max(whole, default=0.0) <= room
-        found.append(sum(forward_s[index] for index in again) if fits else 0.0)
-    return tuple(found)
+    held = [[index for index in range(start, stop) if index in which] for start, stop in pairwise(boundaries)]
+    whole = [[items[index].working_bytes for index in own] for own in held]
+    one = [max((each for stage in own for each in whole[stage]), default=0.0) for own in stages]
+    return Again(
+        seconds=tuple(sum(forward_s[index] for index in own) for own in held),
+        num_bytes=tuple(sum(own) / items_per_layer(items) for own in whole),
+        layer_bytes=tuple(max(own, default=0.0) for own in whole),
+        kept=(0.0,) * len(held),
+        room_bytes=tuple(map(sum, zip(rooms, one, strict=True))),
+    )
 
 
 def layers_of_stages(boundaries: Sequence[int], head_slices: int = 1) -> list[range]:

@@ -14,7 +14,7 @@ from math import fsum, inf
 from statistics import median
 from typing import NamedTuple
 
-from ..schedules.costs import Costs
+from ..schedules.costs import Again, Costs
 from ..schedules.directions import chunks_of
 from .blocks import Block, Device, DoesNotFit
 from .partition import partition
@@ -110,6 +110,7 @@ class Layout:
             backward_s=backward_s,
             weight_s=parts_of(now.weight_s),
             ahead_s=parts_of(now.ahead_s),
+            again=None if now.again is None else self._again(now.again, parts),
             activation_bytes=self._scaled(now.activation_bytes, saved_bytes, parts),
             deferred_bytes=self._scaled(now.deferred_bytes, saved_bytes, parts),
             message_bytes=tuple(
@@ -117,6 +118,11 @@ class Layout:
                 for measured, before, after in zip(now.message_bytes, self.parts[1:-1], parts[1:-1], strict=True)
             ),
         )
+
+    def _again(self, now: Again, parts: Sequence[int]) -> Again:
+        layers = [0.0, *(item.forward_s for item in self.items[1:-1]), 0.0]
+        seconds, num_bytes = (self._scaled(each, layers, parts) for each in (now.seconds, now.num_bytes))
+        return replace(now, seconds=seconds, num_bytes=num_bytes)
 
     def _scaled(self, measured: Sequence[float], of_items: Sequence[float], parts: Sequence[int]) -> tuple[float, ...]:
         if not measured:

@@ -22,8 +22,10 @@ from ..schedules.steady import period
 from ..schedules.stream import Stream
 from .cluster import Cluster, Fabric
 from .gradient_costs import GradientCosts
-from .recomputation import early_s
-from .strategy_memory import Share, memory_of
+from .kept_activations import of_one_stage_a_rank
+from .memory import StageMemory
+from .recomputation import again_of
+from .strategy_memory import Share, live_micro_batches, memory_of
 from .strategy_shape import Strategy
 from .strategy_times import ItemTime
 from .workload import Workload
@@ -52,9 +54,14 @@ def step_terms(
     """
     stages = times_of_stages(workload, times, boundaries)
     costs = pipeline_costs(strategy, workload, cluster, boundaries, stages)
-    if stream is None:
-        room = [cluster.memory_bytes - need.total for need in memory_of(share, boundaries, micro_batches)]
-        costs = recomputing_early(costs, strategy, workload, share, times, boundaries, room)
+    if stream is None and workload.recomputed:
+        memory, live = memory_of(share, boundaries, micro_batches), live_micro_batches(len(stages), micro_batches)
+        each = tuple(need.activations / number for need, number in zip(memory, live, strict=True))
+        rooms, own = rooms_of(memory, cluster.memory_bytes), [[stage] for stage in range(len(stages))]
+        costs = with_again(
+            replace(costs, activation_bytes=each), strategy, workload, share, times, boundaries, rooms, own
+        )
+        costs = of_one_stage_a_rank(costs, live)
     simulated = stream is not None or 2 * strategy.pipeline * micro_batches <= SIMULATED_ACTIONS
     if stream is not None:
         pipeline_s = period(stream, _of_slowest_link(costs, stream)) * micro_batches / stream.num_micro_batches
@@ -67,7 +74,8 @@ def step_terms(
     computed = [[item for stage in own for item in stages[stage]] for own in held]
     slowest = max(computed, key=lambda items: sum(item.total_s for item in items))
     terms = compute_terms(slowest, micro_batches // len(routes))
-    terms = with_bubble(terms, pipeline_s) if len(stages) > 1 else {**terms, "bubble": 0.0}
+    is_alone = len(stages) == 1 and costs.again is None
+    terms = {**terms, "bubble": 0.0} if is_alone else with_bubble(terms, pipeline_s)
     gradients = GradientCosts(strategy, workload, cluster, share)
     after = gradients.terms(times, boundaries, held, costs, flushes=stream is None)
     return terms | dict(zip(TERMS[5:], after, strict=True)), simulated
@@ -134,29 +142,33 @@ def pipeline_costs(
     )
 
 
-def recomputing_early(
+def with_again(
     costs: Costs,
     strategy: Strategy,
     workload: Workload,
     share: Share,
     times: Sequence[ItemTime],
     boundaries: Sequence[int],
-    room_bytes: Sequence[float],
+    rooms: Sequence[float],
+    stages: Sequence[Sequence[int]],
 ) -> Costs:
-    """Costs where stages recompute layers while they wait for a gradient, and the last one keeps what it needs next.
+    """Costs of pipelines that keep what has room, and compute the rest again while they wait for a gradient.
 
     With layers that are collective nothing changes.
 
     Args:
-        room_bytes: of each stage, beside what it needs.
+        rooms: bytes of each device for what is alive.
+        stages: of each device.
     """
     if not workload.recomputed or strategy.tensor > 1 or strategy.expert > 1:
         return costs
     forward_s = [time.forward_s for time in times]
-    ahead_s = early_s(share.items, forward_s, workload.recomputed, boundaries, room_bytes)
-    *waiting, last = map(min, ahead_s, costs.backward_s)
-    backward_s = (*costs.backward_s[:-1], costs.backward_s[-1] - last)
-    return replace(costs, backward_s=backward_s, ahead_s=(*waiting, 0.0))
+    return replace(costs, again=again_of(share.items, forward_s, workload.recomputed, boundaries, rooms, stages))
+
+
+def rooms_of(memory: Sequence[StageMemory], memory_bytes: float) -> list[float]:
+    """Bytes of each device for what is alive."""
+    return [memory_bytes - need.total + need.activations for need in memory]
 
 
 def _link(fabric: Fabric) -> Link:

@@ -14,6 +14,7 @@ from typing import Protocol
 from ..comm.transport import Transport
 from ..optim.gradient_buckets import Completes
 from ..optim.linear_layers import Deferral, Deferred
+from ..schedules.keeping import Cell
 from ..schedules.lower import (
     APPLY,
     COMPLETE,
@@ -36,7 +37,7 @@ from ..schedules.lower import (
 from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ..supervise.watch import DEVICE, EVERYONE, WATCH
 from .boundary import Boundary, detached
-from .early_room import Cell, EarlyRoom, Extent
+from .early_room import EarlyRoom, Extent
 from .meter import Meter
 from .stage_runner import Live, StageRunner
 

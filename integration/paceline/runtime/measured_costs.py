@@ -16,7 +16,7 @@ from ..measure.work import Seen as SeenItem
 from ..measure.work import Separated, separate
 from ..planning.rebalance import NOT_UNEVEN, Uneven
 from ..planning.repartition import ItemCosts, Layout, item_costs
-from ..schedules.costs import Costs, Link
+from ..schedules.costs import Again, Costs, Link
 from ..schedules.directions import chunks_of
 from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from .rank_reports import WAIT, LaneKey, LayerReport, Report, Routes, Seen, is_ring, messages
@@ -57,6 +57,17 @@ class MeasuredCosts:
     were split."""
     ahead_shares: dict[int, list[float]] = field(default_factory=dict)
     """Share of a backward that ran before its gradient was there, by micro-batch size, one number a cell."""
+    again_parts: dict[int, list[float]] = field(default_factory=dict)
+    """Seconds of what one micro-batch computed again, as a part of its forward, by micro-batch size, one number a cell;
+    0 where that was never measured by itself."""
+    again_bytes: dict[int, list[float]] = field(default_factory=dict)
+    """What a micro-batch keeps more where nothing is computed again, by size, one number a stage."""
+    again_layers: list[int] = field(default_factory=list)
+    """Layers of each stage that this is of, at least 1."""
+    kept_shares: list[float] = field(default_factory=list)
+    """Share of it that the last step kept, one number a stage."""
+    again_room_bytes: list[float] = field(default_factory=list)
+    """Bytes that what is alive may take on each device."""
     split_factor: float = 1.0
     """How many times as long as a whole backward the two parts of a split one take."""
     message_bytes: dict[int, list[float]] = field(default_factory=dict)
@@ -160,6 +171,18 @@ class MeasuredCosts:
     def _take_memory(self, reports: Sequence[Report]) -> None:
         self._take_bytes(self.saved_bytes, [(report.device, report.saved_bytes) for report in reports])
         self._take_bytes(self.deferred_bytes, [(report.device, report.deferred_bytes) for report in reports])
+        self._take_bytes(self.again_bytes, [(report.device, report.again_bytes) for report in reports])
+        self.again_layers = [1] * self.num_stages
+        shares: list[list[float]] = [[] for _ in range(self.num_stages)]
+        rooms = [inf] * self.num_devices
+        for report in reports:
+            for chunk, layers in report.again_layers.items():
+                self.again_layers[self._held(report.device)[chunk] % self.num_stages] = layers
+            for chunk, share in report.kept_shares.items():
+                shares[self._held(report.device)[chunk] % self.num_stages].append(share)
+            rooms[report.device] = min(rooms[report.device], report.again_room_bytes)
+        self.kept_shares = [fmean(each or [0.0]) for each in shares]
+        self.again_room_bytes = rooms
 
     def _take_bytes(
         self, known: dict[int, list[float]], found: Sequence[tuple[int, dict[int, dict[int, float]]]]
@@ -175,9 +198,10 @@ class MeasuredCosts:
         """Take in the times of the stages; the micro-batch sizes that they are of."""
         measured: set[int] = set()
         forwards, backwards = self._means(reports, FORWARD), self._means(reports, BACKWARD)
+        ahead = self._ahead(reports)
         for size, cells in backwards.items():
             is_first = not any(self._by_forward.get(size, ()))
-            self._by_forward[size] = _ratios(cells, forwards.get(size, ()))
+            self._by_forward[size] = _ratios(_less(cells, ahead.get(size)), forwards.get(size, ()))
             if is_first:  # they may have been split from the start
                 self._take_split_factor(size)
         weights = self._means(reports, BACKWARD_WEIGHT)
@@ -185,19 +209,38 @@ class MeasuredCosts:
             pairs = list(zip(inputs, weights.get(size, inputs), strict=True))
             split = [sum(pair) for pair in pairs]
             # By the forward of the same steps: the device may have been another one when backwards were whole.
-            self._split_by_forward[size] = _ratios(split, forwards.get(size, ()))
+            self._split_by_forward[size] = _ratios(_less(split, ahead.get(size)), forwards.get(size, ()))
             self._take_split_factor(size)
             backwards[size] = [seconds / self.split_factor for seconds in split]
             self.weight_shares[size] = [own / sum(pair) if (own := pair[1]) else 0.0 for pair in pairs]
-        ahead = self._means(reports, RECOMPUTE)
         for size, cells in backwards.items():
             self.ahead_shares[size] = _ratios(ahead.get(size, [0.0] * len(cells)), cells)
+        for size, cells in self._means(reports, RECOMPUTE).items():
+            parts, before = _ratios(cells, forwards.get(size, ())), self.again_parts.get(size, [0.0] * len(cells))
+            self.again_parts[size] = [now or then for now, then in zip(parts or before, before, strict=True)]
         for found, known in ((forwards, self.forward_s), (backwards, self.backward_s)):
             for size, cells in found.items():
                 before = known.get(size, cells)
                 known[size] = [now or then for now, then in zip(cells, before, strict=True)]
             measured |= found.keys()
         return measured
+
+    def _ahead(self, reports: Sequence[Report]) -> dict[int, list[float]]:
+        """Seconds of a mean backward that ran before its gradient was there, by micro-batch size, one number a cell."""
+        found = self._means(reports, RECOMPUTE)
+        for size, cells in found.items():
+            counts = {kind: [0] * len(cells) for kind in (RECOMPUTE, BACKWARD, BACKWARD_INPUT)}
+            for report in reports:
+                for step in report.steps:
+                    for kind, of_cells in counts.items() if step.key[1] == size else ():
+                        for chunk, cell in enumerate(self._held(report.device)):
+                            of_cells[cell] += len(step.durations(kind, chunk))
+            again, whole, split = counts.values()
+            found[size] = [
+                seconds * early / (one + other) if early else 0.0
+                for seconds, early, one, other in zip(cells, again, whole, split, strict=True)
+            ]
+        return found
 
     def _take_split_factor(self, size: int) -> None:
         """Compare split backwards with whole ones, if both were measured."""
@@ -319,7 +362,7 @@ class MeasuredCosts:
         """Layers lie otherwise from now on; until it is measured, what was predicted counts."""
         if not self.items:
             of_size = (self.forward_s, self.backward_s, self.message_bytes, self.saved_bytes, self.deferred_bytes)
-            for known in of_size:
+            for known in (*of_size, self.again_bytes):
                 known.clear()
         for size in self.sizes():
             layout, now, stages = self.layout((), None), self.costs(size), self.num_stages
@@ -343,6 +386,8 @@ class MeasuredCosts:
                 self.saved_bytes[size] = list(costs.activation_bytes)
             if size in self.deferred_bytes:
                 self.deferred_bytes[size] = list(costs.deferred_bytes)
+            if size in self.again_bytes and costs.again is not None:
+                self.again_bytes[size] = list(costs.again.num_bytes)
         self.parts = tuple(parts)
 
     def _take_links(self, replica: int, pipe: list[Report]) -> None:
@@ -436,6 +481,7 @@ class MeasuredCosts:
             weight_s=tuple(share * whole for share, whole in zip(shares, backward_s, strict=bool(shares))),
             deferred_bytes=tuple(deferred),
             ahead_s=self._ahead_s(size, backward_s),
+            again=self._again(size, forward_s),
             gradient_share=self.gradient_share,
             split_factor=self.split_factor,
         )
@@ -447,6 +493,25 @@ class MeasuredCosts:
             return ()
         means = [fmean(shares[stage :: self.num_stages]) for stage in range(self.num_stages)]
         return tuple(min(share, 1.0) * whole for share, whole in zip(means, backward_s, strict=True))
+
+    def _again(self, size: int, forward_s: Sequence[float]) -> Again | None:
+        """Activations that are computed again, or kept. What was not computed again by itself takes a forward."""
+        like = size if size in self.again_bytes else min(self.again_bytes, default=size)
+        if not any(self.again_bytes.get(like, ())):
+            return None
+        sizes = [num_bytes * size / like for num_bytes in self.again_bytes[like]]
+        of_cells = self.again_parts.get(like, [0.0] * len(self._cells))
+        parts = [list(filter(None, of_cells[stage :: self.num_stages])) or [1.0] for stage in range(self.num_stages)]
+        return Again(
+            seconds=tuple(
+                fmean(own) * forth if num_bytes else 0.0
+                for own, forth, num_bytes in zip(parts, forward_s, sizes, strict=True)
+            ),
+            num_bytes=tuple(sizes),
+            layer_bytes=tuple(whole / layers for whole, layers in zip(sizes, self.again_layers, strict=True)),
+            kept=tuple(self.kept_shares),
+            room_bytes=tuple(self.again_room_bytes),
+        )
 
     def _per_stage(self, size: int) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
         """Seconds of each stage's forward and backward on a device of speed 1, and the devices' speeds.
@@ -536,6 +601,10 @@ def _seconds(steps: Sequence[StepTimes], kind: str, chunk: int) -> float:
 def _ratios(values: Sequence[float], by: Sequence[float]) -> list[float]:
     """``values`` by others; 0 where one of both was not measured. Empty: none of one kind were."""
     return [value / other if other else 0.0 for value, other in zip(values, by, strict=bool(values and by))]
+
+
+def _less(values: Sequence[float], others: Sequence[float] | None) -> list[float]:
+    return [max(value - other, 0.0) for value, other in zip(values, others or [0.0] * len(values), strict=True)]
 
 
 def _whole_times(steps: Sequence[StepTimes], size: int, chunk: int, split_factor: float) -> list[float]:

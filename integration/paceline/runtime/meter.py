@@ -36,6 +36,10 @@ class Meter:
         """The most that it can be, until it is measured."""
         self.recomputed_bytes: dict[int, dict[int, Recomputed]] = {}
         """What a micro-batch's layers keep once they are computed again, by micro-batch size and chunk."""
+        self.kept_shares: dict[int, float] = {}
+        """By chunk, the share of them that the step that runs, or ran last, keeps."""
+        self.again_room_bytes = 0.0
+        """What all that is alive might take then."""
         self.measures_memory_of: int | None = None
         """Micro-batch size of which each chunk's next forward tells what it keeps, if that is not known."""
         self.measured_numbers: dict[int, int] = {}
@@ -179,4 +183,5 @@ class Meter:
         self._deferred_bytes.clear()
         self._most_deferred_bytes.clear()
         self.recomputed_bytes.clear()
+        self.kept_shares.clear()
         self.recorder.forget()

@@ -87,6 +87,14 @@ class Report:
     deferred_bytes: dict[int, dict[int, float]] = field(default_factory=dict)
     """Bytes of a micro-batch between the backward of the inputs and that of the weights, as those that it keeps; what
     they are at most, before any was split."""
+    again_bytes: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Bytes of what a micro-batch keeps more where its layers are not recomputed, by micro-batch size and chunk."""
+    again_layers: dict[int, int] = field(default_factory=dict)
+    """How many layers these are, by chunk."""
+    kept_shares: dict[int, float] = field(default_factory=dict)
+    """Share of it that was kept in the last step, by chunk."""
+    again_room_bytes: float = 0.0
+    """Bytes that all that was alive might take then."""
     uneven_s: dict[int, Uneven] | None = field(default_factory=dict)
     """Of a sample, by item; None: not known yet."""
 
@@ -209,6 +217,15 @@ class ReportGatherer:
             saved_bytes={size: dict(chunks) for size, chunks in self._meter.saved_bytes.items()},
             room_bytes=float(memory_bytes),
             deferred_bytes=self._meter.deferred_bytes,
+            again_bytes={
+                size: {chunk: each.num_bytes for chunk, each in chunks.items()}
+                for size, chunks in self._meter.recomputed_bytes.items()
+            },
+            again_layers={
+                chunk: each.layers for chunks in self._meter.recomputed_bytes.values() for chunk, each in chunks.items()
+            },
+            kept_shares=dict(self._meter.kept_shares),
+            again_room_bytes=self._meter.again_room_bytes,
             clock_s=self._clock_s,
             latency_s=min(latency for _, latency in self.clocks),
             layers=dict(layers or {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf, isfinite
@@ -41,6 +41,25 @@ _NUMBERS = ("step_s", "gradient_share", "split_factor")
 
 
 @dataclass(frozen=True)
+class Again:
+    """Activations that a step computes again, or keeps where they have room.
+
+    Args:
+        seconds: to compute those of one micro-batch, one number a stage.
+        num_bytes: what they take, beside ``activation_bytes``, one a stage.
+        layer_bytes: those of one layer, one a stage.
+        kept: share of them that is kept in the steps that the costs are of, and no part of ``backward_s``, one a stage.
+        room_bytes: what all that is alive may take, one a rank.
+    """
+
+    seconds: tuple[float, ...]
+    num_bytes: tuple[float, ...]
+    layer_bytes: tuple[float, ...]
+    kept: tuple[float, ...]
+    room_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Costs:
     """What one step of a schedule of S stages costs.
 
@@ -69,6 +88,7 @@ class Costs:
             is there: activations that are computed again. One a stage. Empty: none.
         deferred_bytes: what one micro-batch keeps in memory from the backward of the inputs to that of the weights, one
             a stage. Empty: all that it kept before.
+        again: what schedules keep as memory allows, see :mod:`paceline.planning.kept_activations`; it is in no file.
 
     Raises:
         ValueError: a length does not fit, or a number is negative or not finite where it must be.
@@ -90,6 +110,7 @@ class Costs:
     ahead_s: tuple[float, ...] = ()
     gradient_share: float = 1.0
     split_factor: float = 1.0
+    again: Again | None = None
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -218,6 +239,15 @@ class Costs:
             activation_bytes=parts(self.activation_bytes),
             deferred_bytes=parts(self.deferred_bytes),
             ahead_s=parts(self.ahead_s),
+            again=None
+            if self.again is None
+            else replace(
+                self.again,
+                seconds=parts(self.again.seconds),
+                num_bytes=parts(self.again.num_bytes),
+                layer_bytes=tuple(size for size in self.again.layer_bytes for _ in range(v)),
+                kept=tuple(share for share in self.again.kept for _ in range(v)),
+            ),
             message_bytes=tuple(
                 middles[b // v] if (b + 1) % v else sizes[b // v] for b in range(len(route) - 1 if sizes else 0)
             ),
@@ -232,7 +262,7 @@ class Costs:
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file: what is empty is left out, and an infinite rate is null."""
         values: dict[str, Any] = {}
-        for field in fields(self):
+        for field in _written():
             value = getattr(self, field.name)
             if field.name in ("down", "up"):
                 value = [_link_to_dict(link) for link in value]
@@ -251,7 +281,7 @@ class Costs:
         Raises:
             ValueError: a key is unknown, a value is no number or list of numbers, or the costs are none.
         """
-        known_keys("the costs", values, [field.name for field in fields(cls)])
+        known_keys("the costs", values, [field.name for field in _written()])
         for name in ("forward_s", "backward_s"):
             if name not in values:
                 raise ValueError(f"{name} is missing: give a list of seconds, one number a stage.")
@@ -270,6 +300,11 @@ class Costs:
             else:
                 given[name] = tuple(float(as_number(label, item)) for label, item in items)
         return cls(**given)
+
+
+def _written() -> list[Field[Any]]:
+    """What is in files."""
+    return [field for field in fields(Costs) if field.name != "again"]
 
 
 def _way(down: Sequence[Link], up: Sequence[Link], here: int, there: int) -> tuple[Link, Link]:

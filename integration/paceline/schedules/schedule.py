@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -130,6 +131,21 @@ class Schedule:
         """By rank and chunk: the stage of the cell."""
         num_stages = self.num_stages
         return tuple(tuple(cell % num_stages for cell in held) for held in self.cells)
+
+    @cached_property
+    def most_alive(self) -> tuple[tuple[int, ...], ...]:
+        """By rank and chunk: micro-batches that are alive at once, from their forward to their (inputs') backward."""
+        return tuple(map(self._most_alive, self.orders))
+
+    def _most_alive(self, order: Sequence[Action]) -> tuple[int, ...]:
+        alive, most = [0] * self.num_chunks, [0] * self.num_chunks
+        for kind, _, chunk in order:
+            if kind == FORWARD:
+                alive[chunk] += 1
+                most[chunk] = max(most[chunk], alive[chunk])
+            elif kind != BACKWARD_WEIGHT:
+                alive[chunk] -= 1
+        return tuple(most)
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:

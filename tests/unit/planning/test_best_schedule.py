@@ -255,7 +255,7 @@ def recomputing(micro_batches: int = 8) -> Workload:
 
 
 def test_backwards_of_recomputed_layers_are_split() -> None:
-    """Recomputing goes with the gradients of inputs; all that a layer has is left for later."""
+    """All that a layer has is left for later. Where everything has room, nothing is recomputed."""
     work, where = recomputing(), cluster(100_000)
     plan = plan_of(ALONE, work, where)
     assert isinstance(plan, Plan)
@@ -263,11 +263,9 @@ def test_backwards_of_recomputed_layers_are_split() -> None:
     each = [need.activations / live for need, live in zip(plan.memory, (4, 3, 2, 1), strict=True)]
     measured = replace(
         costs(100_000, 4, 2),
-        backward_s=(*(2 * (BACKWARD_S + FORWARD_S),) * 3, 2 * BACKWARD_S),
         weight_s=(2 * BACKWARD_S / 2,) * 4,
         activation_bytes=tuple(each),
         deferred_bytes=tuple(own + 2 * (SAVED - SENT) for own in each),
-        ahead_s=(*(2 * FORWARD_S,) * 3, 0.0),
     )
     order = FAMILIES[name](4, 8)
     assert name in SPLIT_IN_LINE
@@ -286,7 +284,7 @@ def test_recomputed_layers_in_two_chunks() -> None:
     kept, _ = two_chunks(workload(4), where)
     assert name in IN_V
     assert found.recomputed == work.recomputed
-    assert kept.step_s < found.step_s
+    assert kept.step_s == pytest.approx(found.step_s), "all has room"
     activations = [sum(need.activations for need in each.memory) for each in (found, kept)]
     assert 0.3 * activations[1] < activations[0] < activations[1], "what is left for later is kept"
     narrow = replace(where, memory_bytes=max(need.total - need.activations for need in found.memory) + 2 * SAVED)

@@ -14,8 +14,8 @@ from paceline.planning.memory import ItemMemory, States, stage_memory
 from paceline.planning.recomputation import (
     Recomputable,
     Recomputation,
+    again_of,
     counts_of_layers,
-    early_s,
     first_layers,
     num_layers,
     recomputed,
@@ -222,14 +222,17 @@ def test_boundaries_that_do_not_fit_say_which_stage() -> None:
     assert counts_of_layers((0, 1, 6), empty.items) == (0, 3)
 
 
-@pytest.mark.parametrize(("more", "wanted"), [(-1.0, (6.0, 0.0, 0.0)), (0.0, (6.0, 9.0, 0.0))])
-def test_layers_that_have_room_at_once_are_recomputed_while_a_stage_waits(
-    more: float, wanted: tuple[float, ...]
-) -> None:
-    """The first stage has one such layer, which has room in any case, the second two, and the last none."""
-    items = [ItemMemory(str(number), 10, 50.0, 5.0, 7.0) for number in range(6)]
-    which = (1, 2, 3)
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_stages_compute_again(halves: bool) -> None:
+    """Of each, all recomputed layers at once; of halves, each counts half of its whole layer."""
+    items = [ItemMemory(str(number), 10, 50.0, 5.0, 7.0, is_second=halves and number in (2, 4)) for number in range(6)]
+    which = (1, 2, 3, 4)
     again = recomputed(items, which)
-    assert again[2].working_bytes == 57.0
-    room = (0.0, 57.0 + more, 0.0)
-    assert early_s(again, [1.0, 6.0, 4.0, 5.0, 1.0, 1.0], which, (0, 2, 4, 6), room) == wanted
+    whole = 57.0 * (1 + halves) - 7.0 * halves
+    assert again[2].working_bytes == whole
+    found = again_of(again, [1.0, 6.0, 4.0, 5.0, 2.0, 1.0], which, (0, 2, 5, 6), (100.0, 200.0), [[0, 2], [1]])
+    assert found.seconds == (6.0, 11.0, 0.0)
+    assert found.num_bytes == (whole / (1 + halves), 3 * whole / (1 + halves), 0.0)
+    assert found.layer_bytes == (whole, whole, 0.0)
+    assert found.kept == (0.0, 0.0, 0.0)
+    assert found.room_bytes == (100.0 + whole, 200.0 + whole), "one layer is whole again in any case"

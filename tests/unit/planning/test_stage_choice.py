@@ -170,7 +170,7 @@ def test_layers_are_recomputed_so_that_an_option_fits() -> None:
         assert free.step_s <= found.step_s or tuned, "recomputing takes no time where a stage would wait"
         assert f" GiB with {found.num_recomputed} recomputed layers" in found.text
     whole = predicted(option, again, short)
-    assert predicted(option, work, short, recomputed=again).step_s < whole.step_s
+    assert predicted(option, work, short, recomputed=again).step_s <= whole.step_s, "a run keeps what has room"
     assert predicted(option, work, cluster(1000), recomputed=again) == free
     assert "recomputed" not in free.text
     entry = Entry(option, work, recomputed=again)

@@ -19,12 +19,13 @@ from paceline.measure.clock import Clock
 from paceline.optim.gradient_buckets import Completes
 from paceline.optim.linear_layers import Deferral, Deferred
 from paceline.runtime.boundary import Boundary
-from paceline.runtime.early_room import NOTHING, Extent, Keeping
+from paceline.runtime.early_room import Extent
 from paceline.runtime.executor import Executor, HeldStage
 from paceline.runtime.meter import Meter
 from paceline.runtime.stage_runner import Live, StageRunner, gradient_of
 from paceline.schedules import Schedule, families
 from paceline.schedules.directions import routes
+from paceline.schedules.keeping import NOTHING, Keeping
 from paceline.schedules.lower import FLUSHED_UPDATE, LOAD, RUN_BACKWARD, Op, lower
 from paceline.schedules.schedule import BACKWARD, Action, backward, backward_input, backward_weight, forward
 from support.ranks import PATIENCE_S

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from paceline.comm.transport import Record
 from paceline.measure.layer_timer import ItemTimes
 from paceline.measure.recorder import Recorded, StepTimes
+from paceline.planning.kept_activations import as_kept
 from paceline.planning.rebalance import Uneven
 from paceline.runtime.measured_costs import MeasuredCosts
-from paceline.runtime.rank_reports import LayerReport, Report
+from paceline.runtime.rank_reports import WAIT, LayerReport, Report
+from paceline.schedules.costs import Costs
 from paceline.schedules.families import one_f_one_b
 from paceline.schedules.simulate import simulate
 from support.reports import MICRO_BATCHES, ROUTES, STAGES, Run, lane
@@ -97,6 +99,59 @@ def test_what_ran_before_a_gradient_was_there_is_a_part_of_its_backward(is_split
     assert costs.ahead_s == pytest.approx([share * part * run.backward_s[0], share * part * run.backward_s[1], 0.0])
     own.update(run.reports(first_number=99))
     assert own.costs(2).ahead_s == (), "nothing ran ahead any more"
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_some_of_what_could_be_computed_again_is_kept(is_split: bool) -> None:
+    """Of every other micro-batch of two stages. The third one computes nothing again."""
+    run, share = Run(), 0.3
+    reports = early(split(run.reports(), 0.4) if is_split else run.reports(), share, stages=(0, 1))
+    for report in reports:
+        for step in report.steps:
+            step.spans[:] = [
+                replace(span, kind=WAIT) if span.kind == "R" and span.number % 2 else span for span in step.spans
+            ]
+        is_again = report.device < 2
+        report.again_bytes, report.again_layers = {2: {0: 900.0 * is_again}}, {0: 3}
+        report.kept_shares, report.again_room_bytes = {0: 0.5 if is_again else 0.0}, 1e6 + report.device
+    costs, part = known(reports).costs(2), 0.6 if is_split else 1.0
+    again_s = [share * part * seconds for seconds in run.backward_s[:2]]
+    assert costs.ahead_s == pytest.approx([seconds / 2 for seconds in again_s] + [0.0])
+    shorter = [whole - again / 2 for whole, again in zip(run.backward_s, again_s, strict=False)]
+    assert costs.backward_s == pytest.approx([*shorter, run.backward_s[2]])
+    assert costs.again is not None
+    assert costs.again.seconds == pytest.approx((*again_s, 0.0))
+    assert costs.again.num_bytes == (900.0, 900.0, 0.0)
+    assert costs.again.layer_bytes == (300.0, 300.0, 0.0)
+    assert costs.again.kept == (0.5, 0.5, 0.0)
+    assert costs.again.room_bytes == (1e6, 1e6 + 1, 1e6 + 2)
+
+    def in_room(num_bytes: float) -> Costs:
+        again = replace(costs.again, room_bytes=(num_bytes,) * 3)  # type: ignore[type-var]
+        return as_kept(replace(costs, again=again), one_f_one_b(3, 4))
+
+    whole, none = in_room(1e9), in_room(0.0)
+    shorter = [whole - again for whole, again in zip(run.backward_s, again_s, strict=False)]
+    assert whole.backward_s == pytest.approx([*shorter, run.backward_s[2]])
+    assert none.backward_s == pytest.approx(run.backward_s)
+
+
+def test_what_was_never_computed_again_by_itself_takes_a_forward() -> None:
+    run = Run()
+    reports = run.reports()
+    for report in reports:
+        report.again_bytes, report.again_layers, report.kept_shares = {2: {0: 900.0}}, {0: 3}, {0: 1.0}
+    again = known(reports).costs(2).again
+    assert again is not None
+    assert again.seconds == pytest.approx(run.forward_s)
+
+
+def test_splitting_costs_nothing_where_only_split_backwards_compute_again() -> None:
+    """As where what is left for later takes the room."""
+    run, share = Run(), 0.3
+    longer = replace(run, backward_s=tuple(seconds / (1 - share * 0.6) for seconds in run.backward_s))
+    costs = known(run.reports(), early(split(longer.reports(), 0.4), share, stages=(0, 1, 2))).costs(2)
+    assert costs.split_factor == pytest.approx(1.0)
 
 
 def test_what_splitting_costs_is_known_also_if_backwards_were_split_from_the_start() -> None:
