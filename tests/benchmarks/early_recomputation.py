@@ -1,14 +1,17 @@
-"""Steps whose activations are computed again before their gradient arrives, and after, turn by turn.
+"""Steps that keep activations, or compute them again before their gradient arrives, or after, turn by turn.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/early_recomputation.py [--hosts 4] [--rounds 8]
 
 Needs root (tests/lab). A Llama trains on as many emulated hosts as there are stages, one layer each, all of them
-recomputed. The same engine runs both ways, turn by turn. Computing is emulated by sleeping: a forward takes
-``--forward-ms``, repeated or not, and what then is left of a backward twice that. Sockets, schedules, checkpoints and
-their recomputation are real. In the worlds with a limit a message takes about as long as a forward.
+recomputed. The same engine runs all ways, turn by turn: within backwards ("late"); while a stage waits, where the last
+one keeps what it needs next ("early"); and with everything kept, as memory allows ("kept"). Computing is emulated by
+sleeping: a forward takes ``--forward-ms``, repeated or not, and what then is left of a backward twice that. Sockets,
+schedules, checkpoints and their recomputation are real. In the worlds with a limit a message takes about as long as a
+forward.
 
-``seconds`` are medians of steps, ``faster`` the median over the rounds of the late step by the early one, and
-``simulated`` the same of simulated steps, with what was measured while activations were computed again late and early.
+``seconds`` are medians of steps, ``faster`` medians over the rounds of the late step by another, and ``simulated_s``
+steps that are simulated with what was measured in them. ``predicted_s`` is a step that keeps everything, from what was
+measured while nothing was kept, and computed again late or early.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,10 @@ HIDDEN, LENGTH = 128, 256
 BURST_BYTES = 16 * 1024
 """Less than a message, which else would go through at once after a pause."""
 
-PATIENCE_S = 600.0
+MUCH = 1e12
+"""Bytes."""
+
+PATIENCE_S = 1200.0
 
 
 def main() -> None:
@@ -68,7 +75,7 @@ def main() -> None:
 
 
 def train(world: dict[str, Any]) -> None:
-    """All schedules and numbers of micro-batches, both ways in turn, on every host."""
+    """All schedules and numbers of micro-batches, all ways in turn, on every host."""
     import torch
     from transformers import LlamaConfig
 
@@ -116,26 +123,39 @@ def train(world: dict[str, Any]) -> None:
                 if list(layer.parameters()):
                     layer.mlp.register_forward_pre_hook(slow)
             ids = torch.randint(64, (number, 1, LENGTH), generator=drawn)
-            row = both_ways(engine, [{"input_ids": each, "labels": each} for each in ids], world["rounds"])
+            row = all_ways(engine, [{"input_ids": each, "labels": each} for each in ids], world["rounds"])
             engine.destroy()
             if os.environ["RANK"] == "0":
                 print("found " + json.dumps({"schedule": schedule, "micro_batches": number, **row}), flush=True)
 
 
-def both_ways(engine: Any, batches: list[Any], rounds: int) -> dict[str, Any]:
-    """Seconds of steps, late and early in turn."""
+def all_ways(engine: Any, batches: list[Any], rounds: int) -> dict[str, Any]:
+    """Seconds of steps, each way in turn."""
+    from paceline.planning.kept_activations import as_kept
+    from paceline.runtime.early_room import EarlyRoom
     from paceline.runtime.measured_costs import MeasuredCosts
+    from paceline.schedules.keeping import Keeping
     from paceline.schedules.simulate import simulate
 
-    rooms = {"late": None, "early": engine.executor.early_room}
+    class Waiting(EarlyRoom):
+        def choose(self, program: Any, most: Any) -> Keeping:
+            found = super().choose(program, most)
+            if not engine.is_last_stage():
+                self._meter.kept_shares = {0: 0.0}
+                found = found._replace(kept={})
+            return found
+
+    meter = engine.meter
+    rooms = {"late": EarlyRoom(meter, lambda: 0.0), "early": Waiting(meter, lambda: MUCH)}
+    rooms["kept"] = EarlyRoom(meter, lambda: MUCH)
     seconds: dict[str, list[float]] = {name: [] for name in rooms}
     costs = {name: (MeasuredCosts((tuple(range(engine.num_stages)),)), dict[Any, int]()) for name in rooms}
-    losses, norms, simulated = set[float](), set[float](), dict[str, float]()
+    losses, norms, simulated, predicted = set[float](), set[float](), dict[str, float](), dict[str, float]()
     for turn in range(-1, rounds):
         for name, room in rooms.items():
             engine.executor.early_room = room
             engine.train_batch(iter(batches))  # the first one of an engine tells what there is room for
-            engine.meter.recorder.forget()
+            meter.recorder.forget()
             begun_s = time.perf_counter()
             losses.add(engine.train_batch(iter(batches)).item())
             took_s = time.perf_counter() - begun_s
@@ -143,20 +163,29 @@ def both_ways(engine: Any, batches: list[Any], rounds: int) -> dict[str, Any]:
             known, after = costs[name]
             reports = engine.reports.gather(after)
             if turn >= 0:
-                waits = engine.executor.recomputes_early and not engine.is_last_stage()
-                assert waits == (name == "early" and not engine.is_last_stage())
+                assert engine.executor.recomputes_early == (name != "late")
+                assert meter.kept_shares == {0: float(name == "kept" or (name == "early" and engine.is_last_stage()))}
                 seconds[name].append(took_s)
             if engine.global_rank == 0:
                 known.update(reports)
-                simulated[name] = simulate(engine.schedule, known.costs(engine.cut)).makespan_s
-    assert len(losses) == len(norms) == 1, "the moment of recomputation changes a number"
-    ratios = [late / early for late, early in zip(seconds["late"], seconds["early"], strict=True)]
+                measured = known.costs(engine.cut)
+                simulated[name] = simulate(engine.schedule, measured).makespan_s
+                again = replace(measured.again, room_bytes=(MUCH,) * engine.num_stages)
+                whole = as_kept(replace(measured, again=again), engine.schedule)
+                predicted[name] = simulate(engine.schedule, whole).makespan_s
+    assert len(losses) == len(norms) == 1, "what is kept changes a number"
+    ratios = {
+        name: [late / other for late, other in zip(seconds["late"], seconds[name], strict=True)]
+        for name in ("early", "kept")
+    }
     return {
         "seconds": {name: round(statistics.median(each), 4) for name, each in seconds.items()},
-        "faster": round(statistics.median(ratios), 3),
-        "quartiles": [round(value, 3) for value in statistics.quantiles(ratios, n=4)[::2]],
+        "faster": {name: round(statistics.median(each), 3) for name, each in ratios.items()},
+        "quartiles": {
+            name: [round(value, 3) for value in statistics.quantiles(each, n=4)[::2]] for name, each in ratios.items()
+        },
         "simulated_s": {name: round(each, 4) for name, each in simulated.items()},
-        "simulated": round(simulated["late"] / simulated["early"], 3) if simulated else None,
+        "predicted_s": {name: round(predicted[name], 4) for name in ("late", "early") if predicted},
     }
 
 
