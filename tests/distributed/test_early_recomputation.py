@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.runtime.early_room import EarlyRoom, Keeping, keeping
+from paceline.runtime.early_room import EarlyRoom
 from support.jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches
 from support.ranks import OneAfterAnother, on, run_ranks
 
@@ -63,23 +63,23 @@ LATE, SOME, ALL = "late", "some", "all"
 class Limited(EarlyRoom):
     """Has half of the room that is missing for all, beside what it takes to compute all again early."""
 
-    def __init__(self, room: EarlyRoom) -> None:
-        super().__init__(room._meter, self._half)
+    def _decide(self, program: Any, most: Any) -> Any:
+        def decided(room: float) -> Any:
+            self._room_bytes = lambda: room
+            self._known.clear()
+            return super(Limited, self)._decide(program, most)
 
-    def _half(self) -> float:
-        program, _, again, saved, deferred = self._of_what  # type: ignore[misc]
-
-        def least(suffices: Callable[[Keeping], bool]) -> float:
-            low, high = 0.0, 1e9
+        def least(suffices: Callable[[Any], bool]) -> float:
+            low, high = 0.0, 1e12
             while high - low > 1:
                 middle = (low + high) / 2
-                fits = suffices(keeping(program, saved, deferred, again, middle))
-                low, high = (low, middle) if fits else (middle, high)
+                low, high = (low, middle) if suffices(decided(middle)) else (middle, high)
             return high
 
-        num_layers = sum(keeping(program, saved, deferred, again, 1e12).kept.values())
-        whole = least(lambda found: sum(found.kept.values()) == num_layers)
-        return (least(lambda found: found.is_early) + whole) / 2
+        if decided(1e12) is None:
+            return None
+        whole = least(lambda found: set(found.shares.values()) == {1.0})
+        return decided((least(lambda found: found.found.is_early) + whole) / 2)
 
 
 def trained(case: Case, room: str) -> dict[str, Any]:
@@ -92,7 +92,8 @@ def trained(case: Case, room: str) -> dict[str, Any]:
     if room == LATE or engine.executor.early_room is None:
         engine.executor.early_room = None
     elif room == SOME:
-        engine.executor.early_room = Limited(engine.executor.early_room)
+        room_of_all = engine.executor.early_room
+        engine.executor.early_room = Limited(engine.meter, lambda: 0.0, agree=room_of_all._agree)
     replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
     found: dict[str, Any] = {"losses": [], "norms": [], "early": [], "again": [], "forwards": []}
     *_, mlp = (module for name, module in engine.module.named_modules() if name.endswith(".mlp"))
@@ -115,6 +116,7 @@ def all_ways(case: Case) -> dict[str, dict[str, Any]]:
     return {room: trained(case, room) for room in (LATE, SOME, ALL)}
 
 
+EXPERTS = "experts on two ranks"
 SPREAD = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
 DROPOUT = {"resid_pdrop": 0.2, "attn_pdrop": 0.2, "embd_pdrop": 0.2}
 CASES = {
@@ -136,22 +138,23 @@ CASES = {
     "a head in slices": Case("zbh1", pipeline={"head_slices": 4, "partition": [0, 3, LAYERS + 5]}),
     "one stage": Case(stages=1, replicas=2, options={"zero_optimization": {"stage": 1}}),
     "without a flush": Case("one_direction", is_early=False),
-    "experts on two ranks": Case(
-        replicas=2, family="mixtral", options={"expert_parallel": SPREAD}, data="padded", is_early=False
-    ),
+    EXPERTS: Case(replicas=2, family="mixtral", options={"expert_parallel": SPREAD}, data="padded", is_early=False),
 }
 WAYS = OneAfterAnother(all_ways, {name: on(case.stages * case.replicas, case) for name, case in CASES.items()})
 
 
-@pytest.mark.parametrize("name", ["1f1b, ZeRO 1, two replicas", "one stage"])
+@pytest.mark.parametrize("name", ["1f1b, ZeRO 1, two replicas", "one stage", EXPERTS])
 def test_what_has_room_is_not_computed_again(name: str) -> None:
+    """Ranks that share experts keep all or nothing, since their layers are collective."""
     count = MICRO_BATCHES // 2
     for ways in WAYS[name]:
         assert Counter(ways[LATE]["forwards"]) == dict.fromkeys(range(STEPS), 2 * count)
         assert Counter(ways[ALL]["forwards"]) == {0: 2 * count, **dict.fromkeys(range(1, STEPS), count)}
     some = [Counter(ways[SOME]["forwards"]) for ways in WAYS[name]]
     for step in range(1, STEPS):
-        assert count * len(some) < sum(of_rank[step] for of_rank in some) <= 2 * count * len(some)
+        again = sum(of_rank[step] for of_rank in some) - count * len(some)
+        assert 0 < again <= count * len(some)
+        assert name != EXPERTS or [of_rank[step] for of_rank in some] == [2 * count] * 2 + [count] * 2
 
 
 def rooms(case: Case) -> tuple[float, float, int]:

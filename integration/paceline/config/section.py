@@ -447,8 +447,8 @@ class PipelineConfig(Part):
         default=None,
         description="How many decoder layers of each stage, from its first, have their activations computed again in "
         'the backward: "fit": as few as it takes for the stage to fit into memory; a number for all stages; or a list, '
-        'one a stage. Left out: none, or all with gradient checkpointing; where stages are planned "fit", if nothing '
-        "fits otherwise.",
+        "one a stage. Activations that then have room are kept all the same. Left out: none, or all with gradient "
+        'checkpointing; where stages are planned "fit", if nothing fits otherwise.',
     )
     compile: Annotated[CompileConfig | None, BeforeValidator(_compile_long_form)] = Field(
         default=None,

@@ -58,7 +58,7 @@ def _of_rank(costs: Costs, order: Schedule, rank: int, peak: float, waits: Seque
     again, stages, alive = costs.again, order.stages[rank], order.most_alive[rank]
     assert again is not None
     kept = counted(costs, stages, alive, peak, again.room_bytes[rank], waits=any(waits))
-    if kept.share == 1 or len(order.orders) * len(order.orders[rank]) > EXACT_UP_TO:
+    if kept.share == 1 or again.is_collective or len(order.orders) * len(order.orders[rank]) > EXACT_UP_TO:
         return [kept] * len(stages)
     chunks = range(len(stages))
     layers = {
@@ -104,8 +104,8 @@ def counted(
     whole = sum(count * again.num_bytes[stage] for stage, count in zip(stages, alive, strict=True))
     saved = max((costs.activation_bytes[stage] for stage in stages), default=0.0) if costs.activation_bytes else 0.0
     left = room_bytes - peak
-    if whole + saved <= left:
-        return Kept(1.0, is_early=True)
+    if whole + saved <= left or again.is_collective:
+        return Kept(float(whole + saved <= left), is_early=False)
     one = max(again.num_bytes[stage] for stage in stages)
     is_early = waits and one <= left
     reserve = one if is_early else max(again.layer_bytes[stage] for stage in stages)

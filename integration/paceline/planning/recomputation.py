@@ -204,6 +204,8 @@ def again_of(
     boundaries: Sequence[int],
     rooms: Sequence[float],
     stages: Sequence[Sequence[int]],
+    *,
+    is_collective: bool = False,
 ) -> Again:
     """Activations that a step computes again, or keeps where they have room.
 
@@ -213,6 +215,7 @@ def again_of(
         which: items that are recomputed.
         rooms: bytes of each device for all that is alive, beside one layer that is whole again.
         stages: of each device.
+        is_collective: see :class:`~paceline.schedules.costs.Again`.
     """
     held = [[index for index in range(start, stop) if index in which] for start, stop in pairwise(boundaries)]
     whole = [[items[index].working_bytes for index in own] for own in held]
@@ -223,6 +226,7 @@ def again_of(
         layer_bytes=tuple(max(own, default=0.0) for own in whole),
         kept=(0.0,) * len(held),
         room_bytes=tuple(map(sum, zip(rooms, one, strict=True))),
+        is_collective=is_collective,
     )
 
 

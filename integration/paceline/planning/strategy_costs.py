@@ -33,6 +33,9 @@ from .workload import Workload
 SIMULATED_ACTIONS = 2048
 """Forwards and backwards of a pipeline that is simulated; more follow the formula."""
 
+UNEVEN = 2.0
+"""How many times as much room as at first a rank has for what it keeps where experts may be busier later."""
+
 TERMS = ("dense", "experts", "all_to_all", "tensor", "bubble", "gradients", "expert_gradients", "optimizer")
 """Terms that a step is made of."""
 
@@ -154,16 +157,25 @@ def with_again(
 ) -> Costs:
     """Costs of pipelines that keep what has room, and compute the rest again while they wait for a gradient.
 
-    With layers that are collective nothing changes.
+    With tensor parallelism nothing changes.
 
     Args:
         rooms: bytes of each device for what is alive.
         stages: of each device.
     """
-    if not workload.recomputed or strategy.tensor > 1 or strategy.expert > 1:
+    if not workload.recomputed or strategy.tensor > 1:
         return costs
-    forward_s = [time.forward_s for time in times]
-    return replace(costs, again=again_of(share.items, forward_s, workload.recomputed, boundaries, rooms, stages))
+    is_collective = strategy.expert > 1
+    again = again_of(
+        share.items,
+        [time.dense[0] + time.experts[0] for time in times],
+        workload.recomputed,
+        boundaries,
+        [room / UNEVEN for room in rooms] if is_collective else rooms,
+        stages,
+        is_collective=is_collective,
+    )
+    return replace(costs, again=again)
 
 
 def rooms_of(memory: Sequence[StageMemory], memory_bytes: float) -> list[float]:

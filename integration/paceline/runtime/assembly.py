@@ -181,7 +181,8 @@ def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
             rooms.append(whole - bytes_per_parameter(engine.module, engine.optimizer)[0] * num_parameters)
         return min(rooms)
 
-    return EarlyRoom(engine.meter, room)
+    groups = engine.module.expert_groups
+    return EarlyRoom(engine.meter, room, logs=engine.global_rank == 0, agree=groups.agree if groups.size > 1 else None)
 
 
 def _reduces_early(engine: PacelineEngine) -> bool:

@@ -304,10 +304,8 @@ class CausalLMRunner(StageRunner):
         rows = tokens * first_of(self._module.config.get_text_config(), TOP_K)
         return most_deferred_bytes(model, heads_of(model), tokens=tokens, rows=rows)
 
-    def may_recompute_early(self) -> bool:
-        """No where replicas share experts: layers are then collective, and each rank would run them at its own time."""
-        module = self._module
-        return self.runs_backward and module.expert_groups.size == 1 and module.recomputes(self.stage)
+    def may_keep(self) -> bool:
+        return self.runs_backward and self._module.recomputes(self.stage)
 
     def checkpoints(self, *, counts: bool, keeps: int = 0) -> Checkpoints:
         return Checkpoints(self._device, self._module if counts else None, keeps=keeps)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from math import ceil, log2
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..planning.strategy_costs import UNEVEN
 from ..schedules.keeping import NOTHING, Keeping, Layers, keeping, kept_shares
 from ..schedules.lower import RUN_BACKWARD, RUN_BACKWARD_INPUT, RUN_BACKWARD_WEIGHT, RUN_FORWARD, WAIT_GRADIENT, Op
 from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 
 if TYPE_CHECKING:
     from .meter import Meter
+
+logger = logging.getLogger("paceline")
 
 RECOMPUTE_EARLY = "PACELINE_RECOMPUTE_EARLY"
 """Variable of the environment; ``0``: all is computed again within backwards."""
@@ -61,27 +66,57 @@ class EarlyRoom:
 
     Args:
         room_bytes: what this rank may still take while no micro-batch is alive.
+        logs: write a line when something is kept for the first time.
+        agree: of ranks whose layers are collective, whether all have room for everything. Nothing is kept otherwise,
+            and nothing computed again early, as each would do that at its own time.
     """
 
-    def __init__(self, meter: Meter, room_bytes: Callable[[], float]) -> None:
-        self._meter, self._room_bytes = meter, room_bytes
+    def __init__(
+        self,
+        meter: Meter,
+        room_bytes: Callable[[], float],
+        *,
+        logs: bool = False,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> None:
+        self._meter, self._room_bytes, self._logs, self._agree = meter, room_bytes, logs, agree
+        meter.keeps_all_or_nothing = agree is not None
         self._of_what: object = None
         """Program and measured bytes."""
         self._known: dict[int, _Decided] = {}
         """What was decided for them, by the size of the largest micro-batch."""
 
     def choose(self, program: Sequence[Op], most: Extent | None) -> Keeping:
-        """What a step keeps, of which there is room also for its largest micro-batches.
+        """What a step keeps, of which there is room also for its largest micro-batches. Collective with ``agree``.
 
         Args:
             program: of the step on this rank.
             most: of its micro-batches.
         """
+        meter, decided = self._meter, self._decide(program, most)
+        if self._agree is not None:
+            is_whole = decided is not None and set(decided.shares.values()) == {1.0}
+            if not self._agree(is_whole) and decided is not None:
+                decided = _Decided(NOTHING, dict.fromkeys(decided.shares, 0.0), decided.room_bytes)
+        if decided is None:
+            return NOTHING
+        meter.kept_shares, meter.again_room_bytes = decided.shares, decided.room_bytes
+        if self._logs and decided.found.kept:
+            self._logs = False
+            logger.info(
+                "this rank has memory for %.3g %% of the activations that it would compute again, and keeps them "
+                "(%s=0 in the environment: it keeps none)",
+                *(100 * fmean(decided.shares.values()), RECOMPUTE_EARLY),
+            )
+        return decided.found
+
+    def _decide(self, program: Sequence[Op], most: Extent | None) -> _Decided | None:
         meter, size = self._meter, self._meter.measures_memory_of
         again = {} if size is None else meter.recomputed_bytes.get(size, {})
         if size is None or not again or most is None or meter.times_single_layers:
-            return NOTHING
+            return None
         growth = max(1.0, *(each.extent.growth(most) for each in again.values()))
+        growth *= UNEVEN if self._agree is not None else 1.0
         growths = ceil(GROWTHS * log2(growth))
         saved, deferred = meter.saved_bytes.get(size, {}), meter.deferred_bytes.get(size, {})
         of_what = (tuple(program), size, dict(again), dict(saved), dict(deferred))
@@ -97,8 +132,7 @@ class EarlyRoom:
             decided = _Decided(found, kept_shares(found, actions, layers), room)
             if found != NOTHING:
                 self._known[growths] = decided
-        meter.kept_shares, meter.again_room_bytes = decided.shares, decided.room_bytes
-        return decided.found
+        return decided
 
 
 class _Decided(NamedTuple):

@@ -260,7 +260,7 @@ class Executor:
         them instead."""
         room = self.early_room if has_early else None
         runners = [stage.runner for stage in self.held]
-        self._checkpointed = [room is not None and runner.may_recompute_early() for runner in runners]
+        self._checkpointed = [room is not None and runner.may_keep() for runner in runners]
         self.recomputes_early, self._kept = False, {}
         self._counted.clear()
         if room is not None and any(self._checkpointed):

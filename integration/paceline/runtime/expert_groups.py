@@ -6,10 +6,13 @@ these runs hold the same. DeepSpeed orders them so too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+
+from ..comm.groups import gloo_group
 
 
 @dataclass(frozen=True)
@@ -20,11 +23,13 @@ class ExpertGroups:
         size: ranks that share the experts.
         sharing: their group; None for one.
         alike: the group of the ranks that hold the same experts; None for one.
+        control: that of ``sharing`` over gloo.
     """
 
     size: int = 1
     sharing: dist.ProcessGroup | None = None
     alike: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
 
     @classmethod
     def create(cls, data_groups: Sequence[Sequence[int]], size: int, rank: int) -> ExpertGroups:
@@ -46,11 +51,25 @@ class ExpertGroups:
             return cls()
         sharing = [list(ranks[first : first + size]) for ranks in data_groups for first in range(0, replicas, size)]
         alike = [list(ranks[place::size]) for ranks in data_groups for place in range(size)]
-        return cls(size, _own_of(sharing, rank), _own_of(alike, rank) if replicas > size else None)
+        return cls(
+            size,
+            _own_of(sharing, rank),
+            _own_of(alike, rank) if replicas > size else None,
+            _own_of(sharing, rank, gloo_group),
+        )
+
+    def agree(self, wants: bool) -> bool:
+        """Whether all ranks that share the experts want something. Collective among them."""
+        found = torch.tensor([wants], dtype=torch.int32)
+        if self.control is not None:
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=self.control)
+        return bool(found.item())
 
 
-def _own_of(groups: Sequence[list[int]], rank: int) -> dist.ProcessGroup:
+def _own_of(
+    groups: Sequence[list[int]], rank: int, make: Callable[[list[int]], dist.ProcessGroup] = dist.new_group
+) -> dist.ProcessGroup:
     """Makes all groups, on all ranks in the same order."""
-    made = [dist.new_group(ranks) for ranks in groups]
+    made = [make(ranks) for ranks in groups]
     own: dist.ProcessGroup = next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
     return own

@@ -66,6 +66,7 @@ class MeasuredCosts:
     """Layers of each stage that this is of, at least 1."""
     kept_shares: list[float] = field(default_factory=list)
     """Share of it that the last step kept, one number a stage."""
+    keeps_all_or_nothing: bool = False
     again_room_bytes: list[float] = field(default_factory=list)
     """Bytes that what is alive may take on each device."""
     split_factor: float = 1.0
@@ -173,6 +174,7 @@ class MeasuredCosts:
         self._take_bytes(self.deferred_bytes, [(report.device, report.deferred_bytes) for report in reports])
         self._take_bytes(self.again_bytes, [(report.device, report.again_bytes) for report in reports])
         self.again_layers = [1] * self.num_stages
+        self.keeps_all_or_nothing = any(report.keeps_all_or_nothing for report in reports)
         shares: list[list[float]] = [[] for _ in range(self.num_stages)]
         rooms = [inf] * self.num_devices
         for report in reports:
@@ -511,6 +513,7 @@ class MeasuredCosts:
             layer_bytes=tuple(whole / layers for whole, layers in zip(sizes, self.again_layers, strict=True)),
             kept=tuple(self.kept_shares),
             room_bytes=tuple(self.again_room_bytes),
+            is_collective=self.keeps_all_or_nothing,
         )
 
     def _per_stage(self, size: int) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:

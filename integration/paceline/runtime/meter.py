@@ -40,6 +40,8 @@ class Meter:
         """By chunk, the share of them that the step that runs, or ran last, keeps."""
         self.again_room_bytes = 0.0
         """What all that is alive might take then."""
+        self.keeps_all_or_nothing = False
+        """Whether a step keeps all of them or none."""
         self.measures_memory_of: int | None = None
         """Micro-batch size of which each chunk's next forward tells what it keeps, if that is not known."""
         self.measured_numbers: dict[int, int] = {}

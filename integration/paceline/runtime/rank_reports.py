@@ -93,6 +93,7 @@ class Report:
     """How many layers these are, by chunk."""
     kept_shares: dict[int, float] = field(default_factory=dict)
     """Share of it that was kept in the last step, by chunk."""
+    keeps_all_or_nothing: bool = False
     again_room_bytes: float = 0.0
     """Bytes that all that was alive might take then."""
     uneven_s: dict[int, Uneven] | None = field(default_factory=dict)
@@ -225,6 +226,7 @@ class ReportGatherer:
                 chunk: each.layers for chunks in self._meter.recomputed_bytes.values() for chunk, each in chunks.items()
             },
             kept_shares=dict(self._meter.kept_shares),
+            keeps_all_or_nothing=self._meter.keeps_all_or_nothing,
             again_room_bytes=self._meter.again_room_bytes,
             clock_s=self._clock_s,
             latency_s=min(latency for _, latency in self.clocks),

@@ -130,8 +130,8 @@ class StageRunner(ABC):
         many as are kept before, or nobody knows."""
         return None
 
-    def may_recompute_early(self) -> bool:
-        """Whether there are activations that may be computed again before their gradient is there."""
+    def may_keep(self) -> bool:
+        """Whether there are activations that are computed again, and may be kept instead."""
         return False
 
     def checkpoints(self, *, counts: bool, keeps: int = 0) -> Checkpoints | None:

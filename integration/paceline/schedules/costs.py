@@ -50,6 +50,7 @@ class Again:
         layer_bytes: those of one layer, one a stage.
         kept: share of them that is kept in the steps that the costs are of, and no part of ``backward_s``, one a stage.
         room_bytes: what all that is alive may take, one a rank.
+        is_collective: a rank keeps all or nothing, and computes nothing again early, since others take part.
     """
 
     seconds: tuple[float, ...]
@@ -57,6 +58,7 @@ class Again:
     layer_bytes: tuple[float, ...]
     kept: tuple[float, ...]
     room_bytes: tuple[float, ...]
+    is_collective: bool = False
 
 
 @dataclass(frozen=True)

@@ -163,3 +163,14 @@ def test_a_warm_up_that_leaves_no_room_to_keep_anything_is_seen_as_slower() -> N
         assert planner.predict(one, measured).step_s < planner.predict(eager, measured).step_s
     unlimited = slowly(costs(4, MUCH))
     assert planner.predict(eager, unlimited).step_s <= planner.predict(one, unlimited).step_s
+
+
+def test_layers_that_are_collective_are_kept_all_or_not_at_all() -> None:
+    order = SCHEDULES["1f1b"]
+    for room, kept in ((4 * (SAVED + AGAIN) + SAVED, (1.0,) * 4), (2 * (SAVED + AGAIN) + SAVED, (0.0, 0.0, 1.0, 1.0))):
+        plain = costs(4, room)
+        assert plain.again is not None
+        found = as_kept(replace(plain, again=replace(plain.again, is_collective=True)), order)
+        assert found.again is not None
+        assert found.again.kept == kept
+        assert found.ahead_s == ()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from paceline.measure.clock import Clock
+from paceline.planning.strategy_costs import UNEVEN
 from paceline.runtime.early_room import EarlyRoom, Extent
 from paceline.runtime.meter import Meter
 from paceline.schedules import families
@@ -50,6 +51,41 @@ def test_it_is_known_how_much_is_kept_in_how_much_room() -> None:
     assert meter.kept_shares == {0: 0.0}
     meter.forget_stage()
     assert meter.kept_shares == {}
+
+
+def test_ranks_whose_layers_are_collective_keep_all_or_nothing_together() -> None:
+    """Each is asked in each step, also while it does not know what it takes. Experts may be busier in a later step."""
+    all_of_it = 2 * SAVED + AGAIN
+    for others in (True, False):
+        asked = list[bool]()
+
+        def agree(wants: bool, others: bool = others) -> bool:
+            asked.append(wants)  # noqa: B023
+            return wants and others
+
+        meter = metered()
+        rooms = iter((UNEVEN * all_of_it, UNEVEN * all_of_it - 1))
+        early = EarlyRoom(meter, lambda: next(rooms), agree=agree)  # noqa: B023
+        found = early.choose(STAGES[3], MEASURED)
+        assert found.kept == (ALL if others else {})
+        assert meter.kept_shares == {0: float(others)}
+        assert early.choose(STAGES[3], Extent(32, 17)) is NOTHING, "too long"
+        assert meter.kept_shares == {0: 0.0}
+        meter.forget_stage()
+        assert early.choose(STAGES[3], MEASURED) is NOTHING
+        assert asked == [True, False, False]
+        assert meter.keeps_all_or_nothing
+
+
+def test_one_line_says_how_much_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="paceline")
+    for logs in (False, True):
+        early = EarlyRoom(metered(), lambda: 2 * SAVED + 2 * LAYER, logs=logs)
+        for most in (MEASURED, Extent(16, 8)):
+            early.choose(STAGES[3], most)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "memory for 25 %" in line
+    assert "PACELINE_RECOMPUTE_EARLY=0" in line
 
 
 def test_what_was_decided_stays_until_more_is_needed() -> None:

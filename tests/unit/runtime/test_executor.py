@@ -245,7 +245,7 @@ class AgainRunner(LayerRunner):
         if self.is_last:
             live.outputs = live.outputs.square().sum()
 
-    def may_recompute_early(self) -> bool:
+    def may_keep(self) -> bool:
         return True
 
     def checkpoints(self, *, counts: bool, keeps: int = 0) -> Checkpoints:
