@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from statistics import fmean
 from typing import NamedTuple
 
 from ..schedules.costs import Costs
 from ..schedules.keeping import Layers, keeping, kept_shares
-from ..schedules.schedule import Schedule
+from ..schedules.schedule import Action, Schedule
 from ..schedules.simulate import peak_bytes
 from ..schedules.stream import Stream
 
-EXACT_UP_TO = 2048
+EXACT_UP_TO = 512
 """Forwards and backwards of an order whose micro-batches are looked at one by one."""
 
 
@@ -57,23 +58,37 @@ def _of_rank(costs: Costs, order: Schedule, rank: int, peak: float, waits: Seque
     """What a rank keeps of each of its chunks."""
     again, stages, alive = costs.again, order.stages[rank], order.most_alive[rank]
     assert again is not None
-    kept = counted(costs, stages, alive, peak, again.room_bytes[rank], waits=any(waits))
+    kept = _counted(costs, stages, alive, peak, again.room_bytes[rank], waits=any(waits))
     if kept.share == 1 or again.is_collective or len(order.orders) * len(order.orders[rank]) > EXACT_UP_TO:
         return [kept] * len(stages)
-    chunks = range(len(stages))
-    layers = {
-        chunk: Layers(again.num_bytes[stage], max(1, round(again.num_bytes[stage] / again.layer_bytes[stage])))
-        for chunk, stage in enumerate(stages)
+    layers = tuple(
+        Layers(again.num_bytes[stage], max(1, round(again.num_bytes[stage] / again.layer_bytes[stage])))
         if again.num_bytes[stage]
-    }
+        else None
+        for stage in stages
+    )
     saved, deferred = (
-        {chunk: of_stages[stages[chunk]] for chunk in chunks} if of_stages else {}
+        tuple(of_stages[stage] for stage in stages) if of_stages else ()
         for of_stages in (costs.activation_bytes, costs.deferred_bytes)
     )
-    waiting = [chunk for chunk in chunks if waits[chunk]]
-    found = keeping(order.orders[rank], waiting, saved, deferred, layers, again.room_bytes[rank])
-    shares = kept_shares(found, order.orders[rank], layers)
-    return [Kept(shares.get(chunk, 0.0), found.is_early) for chunk in chunks]
+    waiting = tuple(chunk for chunk, is_elsewhere in enumerate(waits) if is_elsewhere)
+    return _looked_at(order.orders[rank], waiting, saved, deferred, layers, again.room_bytes[rank])
+
+
+@lru_cache(maxsize=1024)
+def _looked_at(
+    actions: tuple[Action, ...],
+    waits: tuple[int, ...],
+    saved: tuple[float, ...],
+    deferred: tuple[float, ...],
+    layers: tuple[Layers | None, ...],
+    room_bytes: float,
+) -> list[Kept]:
+    """The same of each micro-batch; arguments by chunk. A planning asks for an order more than once."""
+    again = {chunk: own for chunk, own in enumerate(layers) if own is not None}
+    found = keeping(actions, waits, dict(enumerate(saved)), dict(enumerate(deferred)), again, room_bytes)
+    shares = kept_shares(found, actions, again)
+    return [Kept(shares.get(chunk, 0.0), found.is_early) for chunk in range(len(layers))]
 
 
 def of_one_stage_a_rank(costs: Costs, alive: Sequence[int]) -> Costs:
@@ -84,11 +99,11 @@ def of_one_stage_a_rank(costs: Costs, alive: Sequence[int]) -> Costs:
     found = []
     for stage, (count, room) in enumerate(zip(alive, costs.again.room_bytes, strict=True)):
         peak = count * costs.activation_bytes[stage]
-        found.append([counted(costs, [stage], [count], peak, room, waits=stage < last)])
+        found.append([_counted(costs, [stage], [count], peak, room, waits=stage < last)])
     return _costs(costs, found, [stage < last for stage in range(last + 1)])
 
 
-def counted(
+def _counted(
     costs: Costs, stages: Sequence[int], alive: Sequence[int], peak: float, room_bytes: float, *, waits: bool
 ) -> Kept:
     """What a rank keeps at the moment at which most is alive.

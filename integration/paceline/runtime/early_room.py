@@ -112,14 +112,17 @@ class EarlyRoom:
 
     def _decide(self, program: Sequence[Op], most: Extent | None) -> _Decided | None:
         meter, size = self._meter, self._meter.measures_memory_of
-        again = {} if size is None else meter.recomputed_bytes.get(size, {})
+        measured = {} if size is None else meter.recomputed_bytes.get(size, {})
+        again = {
+            chunk: each for chunk, each in measured.items() if each.num_bytes
+        }  # others have checkpoints of their own
         if size is None or not again or most is None or meter.times_single_layers:
             return None
         growth = max(1.0, *(each.extent.growth(most) for each in again.values()))
         growth *= UNEVEN if self._agree is not None else 1.0
         growths = ceil(GROWTHS * log2(growth))
         saved, deferred = meter.saved_bytes.get(size, {}), meter.deferred_bytes.get(size, {})
-        of_what = (tuple(program), size, dict(again), dict(saved), dict(deferred))
+        of_what = (tuple(program), size, again, dict(saved), dict(deferred))
         if self._of_what != of_what:
             self._of_what, self._known = of_what, {}
         decided = self._known.get(growths)

@@ -301,7 +301,7 @@ class Executor:
                 with nullcontext() if checkpoints is None else checkpoints.around_backward():
                     runner.backward(live, number, completes)
                 if checkpoints is not None:
-                    extent, layers = runner.extent(number), checkpoints.num_layers
+                    extent, layers = runner.extent(number), max(checkpoints.num_layers, 1)
                     self._meter.recomputed(checkpoints.num_bytes, extent, chunk, layers)
                 held.boundary.pack_gradient(live)
 

@@ -119,6 +119,9 @@ def test_nothing_is_kept_before_it_is_known_what_that_takes_or_while_layers_are_
     other = metered()
     other.measures_memory_of = SIZE + 1
     assert choice(other) is NOTHING
+    own_checkpoints = metered()
+    own_checkpoints.recomputed(0.0, MEASURED, 0)
+    assert choice(own_checkpoints) is NOTHING
     timed = metered()
     timed._layer_timers.append(None)  # type: ignore[arg-type]
     assert choice(timed) is NOTHING
