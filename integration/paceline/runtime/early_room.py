@@ -113,9 +113,8 @@ class EarlyRoom:
     def _decide(self, program: Sequence[Op], most: Extent | None) -> _Decided | None:
         meter, size = self._meter, self._meter.measures_memory_of
         measured = {} if size is None else meter.recomputed_bytes.get(size, {})
-        again = {
-            chunk: each for chunk, each in measured.items() if each.num_bytes
-        }  # others have checkpoints of their own
+        # Layers of others have checkpoints of their own.
+        again = {chunk: each for chunk, each in measured.items() if each.num_bytes}
         if size is None or not again or most is None or meter.times_single_layers:
             return None
         growth = max(1.0, *(each.extent.growth(most) for each in again.values()))
