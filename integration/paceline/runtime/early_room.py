@@ -24,6 +24,9 @@ RECOMPUTE_EARLY = "PACELINE_RECOMPUTE_EARLY"
 GROWTHS = 4
 """Sizes of a step's largest micro-batch are told apart as far as one needs 2^(1/4) times the memory of another."""
 
+MEASURED_ANEW = 1.5
+"""A step whose micro-batches would need so many times as much, and do not have it, measures what they need in fact."""
+
 _KINDS = {
     RUN_FORWARD: FORWARD,
     RUN_BACKWARD: BACKWARD,
@@ -118,8 +121,7 @@ class EarlyRoom:
         if size is None or not again or most is None or meter.times_single_layers:
             return None
         growth = max(1.0, *(each.extent.growth(most) for each in again.values()))
-        growth *= UNEVEN if self._agree is not None else 1.0
-        growths = ceil(GROWTHS * log2(growth))
+        growths = ceil(GROWTHS * log2(growth * (UNEVEN if self._agree is not None else 1.0)))
         saved, deferred = meter.saved_bytes.get(size, {}), meter.deferred_bytes.get(size, {})
         of_what = (tuple(program), size, again, dict(saved), dict(deferred))
         if self._of_what != of_what:
@@ -134,6 +136,9 @@ class EarlyRoom:
             decided = _Decided(found, kept_shares(found, actions, layers), room)
             if found != NOTHING:
                 self._known[growths] = decided
+        if growth >= MEASURED_ANEW and set(decided.shares.values()) != {1.0}:
+            meter.forget_memory(size)
+            return None
         return decided
 
 

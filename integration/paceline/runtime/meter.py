@@ -178,6 +178,11 @@ class Meter:
             timer.remove()
         return timers
 
+    def forget_memory(self, size: int) -> None:
+        """Micro-batches of a size have become much larger: the next step measures again what they keep."""
+        for known in (self.saved_bytes, self._deferred_bytes, self._most_deferred_bytes, self.recomputed_bytes):
+            known.pop(size, None)
+
     def forget_stage(self) -> None:
         """The rank's layers have changed: what was measured of them no longer counts."""
         self._remove_layer_timers()

@@ -31,12 +31,24 @@ def metered() -> Meter:
     return meter
 
 
+@pytest.mark.parametrize("is_much", [False, True])
+def test_what_much_longer_micro_batches_need_is_measured_if_it_matters(is_much: bool) -> None:
+    """They may need less than it seems: whether it grows with the square of their length depends on the attention."""
+    meter, most = metered(), Extent(32, 24 if is_much else 23)
+    room = 4 * (SAVED + AGAIN) + SAVED
+    assert EarlyRoom(meter, lambda: 2 * room).choose(STAGES[0], most).kept == ALL
+    assert not meter.lacks_memory_of(0, splits=False, recomputes=True)
+    found = EarlyRoom(meter, lambda: room).choose(STAGES[0], most)
+    assert (found is NOTHING) == is_much
+    assert meter.lacks_memory_of(0, splits=False, recomputes=True) == is_much
+
+
 @pytest.mark.parametrize(("most", "factor"), [(Extent(64, 16), 2), (Extent(64, 32), 4), (Extent(8, 8), 1)])
 def test_longer_micro_batches_need_more(most: Extent, factor: int) -> None:
     """Twice the tokens need twice as much; with twice the length each token also looks at twice as many."""
     need = factor * (4 * (SAVED + AGAIN) + SAVED)
     assert EarlyRoom(metered(), lambda: need).choose(STAGES[0], most) == Keeping(True, ALL)
-    assert EarlyRoom(metered(), lambda: need - 1).choose(STAGES[0], most).kept != ALL
+    assert EarlyRoom(metered(), lambda: need - 1).choose(STAGES[0], most).kept != ALL, "some of it, or it is measured"
 
 
 def test_it_is_known_how_much_is_kept_in_how_much_room() -> None:
