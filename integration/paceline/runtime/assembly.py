@@ -161,6 +161,10 @@ def make_stages(engine: PacelineEngine) -> list[HeldStage]:
     return held
 
 
+UNFRAGMENTED = 0.9
+"""Share of a GPU's free memory that is counted on: blocks of many sizes that come and go leave holes."""
+
+
 def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
     """None where activations are computed again within backwards always."""
     schedule, device = engine.plan.schedule, torch.device(engine.device)
@@ -173,7 +177,8 @@ def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
     def room() -> float:
         if engine.global_steps == engine.skipped_steps:
             return 0.0  # the optimizer's first step makes its states
-        rooms: list[float] = [step_room_bytes(device, engine.optimizer)]
+        free = step_room_bytes(device, engine.optimizer)
+        rooms = [free * UNFRAGMENTED if device.type == "cuda" else free]
         if schedule.memory_bytes is not None:
             rooms.append(schedule.memory_bytes)
         if whole is not None:
