@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from facts import facts
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 import paceline
@@ -44,6 +46,9 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--zero", type=int, default=0)
+    parser.add_argument(
+        "--recompute", action="store_true", help="gradient checkpointing of every decoder layer in both"
+    )
     parser.add_argument("--stages", type=int, help="of the ranks' number, the rest are replicas; default: all ranks")
     parser.add_argument("--local_rank", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
@@ -72,6 +77,7 @@ def main() -> None:
         "bf16": {"enabled": args.dtype == "bf16"},
         "gradient_clipping": 0.0,
         "steps_per_print": None,
+        "pipeline": {"activation_checkpoint_interval": int(args.recompute)},
     }
     items = args.layers + 2
     cuts = [0, *(1 + args.layers * s // stages for s in range(1, stages)), items]
@@ -85,7 +91,14 @@ def main() -> None:
             self.parts = cuts
             self._set_bounds(cuts[self.stage_id], cuts[self.stage_id + 1])
 
-    net = Stock(layers=stock_llama.layers(model), num_stages=stages, loss_fn=stock_llama.loss)
+    net = Stock(
+        layers=stock_llama.layers(model),
+        num_stages=stages,
+        loss_fn=stock_llama.loss,
+        activation_checkpoint_interval=int(args.recompute),
+        activation_checkpoint_func=partial(checkpoint, use_reentrant=False),
+        checkpointable_layers=[stock_llama.Layer.__name__],
+    )
     stock, *_ = deepspeed.initialize(
         model=net, model_parameters=[p for p in net.parameters() if p.requires_grad], config=ds_config
     )

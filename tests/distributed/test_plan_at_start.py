@@ -292,15 +292,13 @@ def test_chunks_are_taken_where_links_are_fast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "chunks"),
-    [({"pipeline": {"activation_checkpoint_interval": 1}}, None), ({}, 2)],
-    ids=["recomputed", "compiled"],
+    "more", [{"pipeline": {"activation_checkpoint_interval": 1}}, {}], ids=["recomputed", "compiled"]
 )
-def test_chunks_are_compared_though_layers_are_recomputed_or_compiled(more: dict[str, Any], chunks: int | None) -> None:
-    """Recomputed layers gain less by them: one stage a rank recomputes while it waits."""
+def test_chunks_are_compared_though_layers_are_recomputed_or_compiled(more: dict[str, Any]) -> None:
+    """Activations have room here, and are kept."""
     asked = {} if more else {"compile": {"backend": "aot_eager"}}
     whole, found = each(({"stages": 2}, FEW), (asked, FEW | {"bytes_per_s": FAST} | more))
-    assert (found["shape"], found["schedule"], found["chunks"]) == ((2, 1), "adaptive", chunks)
+    assert (found["shape"], found["schedule"], found["chunks"]) == ((2, 1), "adaptive", 2)
     assert any(line.startswith("plan: 2 stages of 2 chunks: ") for line in found["lines"])
     assert found["losses"] == pytest.approx(whole["losses"], rel=1e-6)
 
