@@ -17,7 +17,9 @@ import io
 import logging
 import os
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib.util import find_spec
@@ -65,6 +67,8 @@ OVERRULED = {
 """A flag on the command line, and the embedded default's flag that would contradict it."""
 
 _MEETING = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_FAILED_END_S = 10.0
 
 MODEL_FLAGS = ("model_name_or_path", "model_type", "config_name")
 
@@ -272,7 +276,13 @@ if __name__ == "__main__":
         beside = os.path.dirname(os.path.realpath(__file__))
         sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != beside]
     code = main()
-    if code in (0, PREEMPTED):  # the ranks have left together, and wandb writes the end of a run as Python ends
-        atexit._run_exitfuncs()
-    # Not sys.exit: after an error, threads of gloo or NCCL may still wait for a peer that is gone.
+    if code not in (0, PREEMPTED):  # ranks have not left together: what is done at the end may wait for one of them
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which a launcher sends as soon as the first rank has ended
+        limit = threading.Timer(_FAILED_END_S, end_process, [code])
+        limit.daemon = True
+        limit.start()
+    with contextlib.suppress(SystemExit):
+        sys.exit(0 if code == PREEMPTED else code)  # wandb hears there whether the run failed
+    atexit._run_exitfuncs()  # wandb writes the end of its run
+    # Not left to Python: after an error, threads of gloo or NCCL may still wait for a peer that is gone.
     end_process(code)

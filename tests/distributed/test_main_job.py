@@ -154,6 +154,10 @@ def test_python_alone(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="died with exit status 0"):
         run_ranks(with_something_to_do_at_the_end, 1, argv, tmp_path / "made", *OF_A_LAUNCHER)
     assert (tmp_path / "made").exists()
+    again = tmp_path / "made again"
+    with pytest.raises(RankError, match="died with exit status 2"):  # there is a model already
+        run_ranks(with_something_to_do_at_the_end, 1, argv, again, *OF_A_LAUNCHER)
+    assert again.exists()
     assert json.loads((tmp_path / "model" / "summary.json").read_text())["stages"] == 1
 
 
