@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -379,7 +380,10 @@ def bad_config(kind: str) -> str:
         "unknown": ds_config(1) | {"paceline": {"pipelines": {}}},
         "layers": ds_config(int(os.environ["WORLD_SIZE"])),
         "half": ds_config(1, fp16={"enabled": True}),
+        "monitor": ds_config(1, comet={"enabled": True}),
     }
+    if os.environ["RANK"] == "0":
+        sys.modules["comet_ml"] = None  # type: ignore[assignment]  # as if it were not installed
     try:
         paceline.initialize(model=model_config(num_hidden_layers=1), config=configs[kind])
     except ValueError as error:
@@ -394,6 +398,7 @@ def bad_config(kind: str) -> str:
         ("auto", 'gradient_clipping is "auto" and there is no command line to fill it from'),
         ("unknown", "paceline.pipelines"),
         ("layers", "the model has 1 decoder layers"),
+        ("monitor", "comet.enabled is true, and its package is not installed: pip install comet_ml, or leave it out."),
         ("half", "fp16.enabled (--fp16) is true, and DeepSpeed has no fp16 on this device (cpu): take bf16"),
     ],
 )

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
@@ -93,6 +94,10 @@ FROZEN_BYTES = 4
 """Per parameter of a model of which only adapters are trained: its weight in fp32; the adapters are small."""
 
 
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""DeepSpeed's monitors, by their section of the JSON, and the package that each takes."""
+
+
 class _Room(TypedDict):
     """The world, and what a model takes of a device and finds on it."""
 
@@ -142,6 +147,7 @@ def plan_for(
         require_halves(hf_config)
     if head_slices(section) > 1:
         check_slices(hf_config, head_slices(section))
+    _check_monitors(ds_config, control)
     model = skeleton(hf_config)
     room = _room(model, ds_config, STATE_BYTES if peft_config is None else FROZEN_BYTES)
     world_size, num_items = room["world_size"], room["num_layers"] + 2
@@ -331,6 +337,16 @@ def _check_precision(ds_config: Mapping[str, object]) -> None:
             f"fp16.enabled (--fp16) is true, and DeepSpeed has no fp16 on this device ({accelerator.device_name()}): "
             "take bf16 (--bf16), or leave it out for fp32."
         )
+
+
+def _check_monitors(ds_config: Mapping[str, object], control: ControlPlane) -> None:
+    """Raise ValueError on all ranks where rank 0, which starts DeepSpeed's monitors, lacks a package of theirs."""
+    with control.together("looking for the monitors' packages"):
+        for key, package in MONITORS.items() if control.rank == 0 else ():
+            if value_at(ds_config, f"{key}.enabled") and find_spec(package) is None:
+                raise ValueError(
+                    f"{key}.enabled is true, and its package is not installed: pip install {package}, or leave it out."
+                )
 
 
 def _options(
@@ -728,6 +744,7 @@ def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, object
     experts = {"enabled": True, "autoep_size": pipeline.expert_parallel}
     config = {EXPERT_PARALLEL: experts, **ds_config}
     num_layers = pipeline.anatomy.num_layers
+    _check_monitors(config, pipeline.control)
     resolved = resolve(
         fill_auto(config, None, data_parallel=dist.get_world_size() // pipeline.num_stages),
         world_size=dist.get_world_size(),
