@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     from paceline.report.run_records import runs_in
     from paceline.report.run_report import write
 
+    if not args.run_dir:
+        raise ValueError("RUN_DIR: the name of a directory is empty; give one.")
     folders = runs_in(args.run_dir)
     if args.output is not None:
         if len(folders) > 1:

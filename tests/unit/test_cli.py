@@ -268,11 +268,19 @@ def test_output_for_which_there_is_no_room(command, tmp_path):
         assert (done.returncode, done.stderr) == (status, told)
 
 
-@pytest.mark.parametrize("names", [("", "out"), ("run", "")])
-def test_an_empty_name_is_not_the_working_directory(names, capsys):
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["export", "", "out"], "the name of a directory is empty; give one.\n"),
+        (["export", "run", ""], "the name of a directory is empty; give one.\n"),
+        (["report", ""], "the name of a directory is empty; give one.\n"),
+        (["check-config", ""], "the name of a file is empty; give the path of a DeepSpeed JSON.\n"),
+    ],
+)
+def test_an_empty_name_is_not_the_working_directory(command, message, capsys):
     """As of a variable of a shell that is not set."""
-    assert main(["export", *names]) == 2
-    assert capsys.readouterr().err.endswith("the name of a directory is empty; give one.\n")
+    assert main(command) == 2
+    assert capsys.readouterr().err.endswith(message)
 
 
 def test_a_name_that_is_too_long_for_a_file(tmp_path, capsys):

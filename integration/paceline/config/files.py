@@ -27,7 +27,7 @@ def read_ds_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[s
     path = Path(source)
     if path.is_file() and not path.read_bytes().strip():
         raise ValueError(f"{path}: the file is empty; a DeepSpeed config is an object: write {{}} for the defaults.")
-    config = read_json(path, "give the path of a DeepSpeed JSON")
+    config = read_json(source, "give the path of a DeepSpeed JSON")
     if not isinstance(config, dict):
         raise ValueError(f"{path}: holds {type(config).__name__}, a DeepSpeed config is an object {{...}}.")
     _check_kind(path, config)
