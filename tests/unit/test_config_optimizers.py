@@ -34,6 +34,7 @@ def optimizer(name: str = "AdamW", **params: Any) -> dict[str, Any]:
         (optimizer(lr="1e-3"), 'optimizer.params.lr is "1e-3": it must be a number; write one, without quotes.'),
         (optimizer(lr=-1), "optimizer.params.lr is -1: it must be at least 0 and finite; correct it."),
         ({"gradient_clipping": -1}, "gradient_clipping is -1: it must be at least 0 and finite; correct it."),
+        ({"gradient_clipping": None}, "gradient_clipping is null: it must be a number; write one, or leave it out."),
         ({"gradient_clipping": True}, "gradient_clipping is true: it must be a number"),
     ],
 )

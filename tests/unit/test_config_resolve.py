@@ -172,6 +172,11 @@ def test_boundaries_tell_the_stages():
             'pipeline.activation_checkpoint_interval is "1": it must be a whole number, at least 0; leave it out to '
             "recompute nothing.",
         ),
+        ({"data_types": None}, "data_types is null: it must be an object; write {} or leave it out."),
+        (
+            {"data_types": {"grad_accum_dtype": "fp8"}},
+            'data_types.grad_accum_dtype is "fp8": it must be fp32, bf16 or fp16; write one, or leave it out.',
+        ),
         ({"steps_per_print": 0}, "steps_per_print is 0: it must be a number, at least 1; leave it out for none."),
         (
             {"steps_per_print": "10"},

@@ -48,7 +48,7 @@ _CUTOFF = 0.8
 # Sections whose keys are read here and by Trainer's rules.
 _OBJECTS = (
     *("optimizer", "optimizer.params", "scheduler", "scheduler.params"),
-    *("zero_optimization", "fp16", "bf16", "checkpoint"),
+    *("zero_optimization", "fp16", "bf16", "checkpoint", "data_types"),
 )
 
 

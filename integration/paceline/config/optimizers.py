@@ -77,6 +77,8 @@ def check_optimizer_values(ds_config: Mapping[str, Any]) -> None:
             raise ValueError(f"{path} is {show(value)}: it must be a number; write one, without quotes.")
         if not 0 <= value < math.inf:
             raise ValueError(f"{path} is {show(value)}: it must be at least 0 and finite; correct it.")
+    if ds_config.get("gradient_clipping", 0) is None:
+        raise ValueError("gradient_clipping is null: it must be a number; write one, or leave it out.")
 
 
 def _check_in_torch(name: str) -> None:

@@ -33,6 +33,15 @@ from .stage_counts import (
 
 ZERO_STAGE = "zero_optimization.stage"
 
+GRADIENTS = "data_types.grad_accum_dtype"
+
+FLOATS = (
+    *("fp32", "float32", "float", "torch.float32"),
+    *("bf16", "bfloat16", "torch.bfloat16"),
+    *("fp16", "float16", "half", "torch.float16"),
+)
+"""DeepSpeed's names of the dtypes that gradients can be added up in."""
+
 
 def resolve(
     ds_config: Mapping[str, Any],
@@ -169,6 +178,8 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
             f"pipeline.activation_checkpoint_interval is {show(interval)}: it must be a whole number, at least 0; "
             "leave it out to recompute nothing."
         )
+    if (dtype := value_at(config, GRADIENTS)) is not None and dtype not in FLOATS:
+        raise ValueError(f"{GRADIENTS} is {show(dtype)}: it must be fp32, bf16 or fp16; write one, or leave it out.")
 
 
 def check_written(config: Mapping[str, Any], section: PacelineConfig, *, is_pipeline: bool) -> None:

@@ -142,7 +142,8 @@ class Checkpointer:
             save_dir: a folder that all ranks see; a relative one lies in the working directory, which has to be the
                 same on all.
             tag: default ``global_step<N>``, as in DeepSpeed.
-            client_state: tensors, numbers, strings, lists, dicts that :meth:`load` gives back.
+            client_state: a dict of tensors, numbers, strings, lists and dicts that :meth:`load` gives back on all
+                ranks: rank 0's.
             save_latest: ``latest`` always names the last complete checkpoint; False is refused.
             exclude_frozen_parameters: leave out what is not trained: to go on, the model has to be made as at first.
                 Quantised weights are left out in any case.
@@ -239,6 +240,8 @@ class Checkpointer:
         return pieces(self._model, self._optimizer, replica=self._replica, trained_only=trained_only)
 
     def _meta(self, client_state: Mapping[str, object] | None) -> dict[str, object]:
+        if not isinstance(client_state, Mapping | None):
+            raise ValueError(f"client_state is a {type(client_state).__name__}: it must be a dict; make it one.")
         return {
             **{name: getattr(self._counters, name) for name in COUNTERS},
             "optimizer": self._optimizer_name(),

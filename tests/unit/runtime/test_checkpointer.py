@@ -336,6 +336,8 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
     job = Job()
     with pytest.raises(ValueError, match="save_latest is False"):
         job.checkpointer.save(tmp_path, save_latest=False)
+    with pytest.raises(ValueError, match="client_state is a list: it must be a dict; make it one"):
+        job.checkpointer.save(tmp_path, client_state=[1, 2])
     job.control.others = [(str(tmp_path), "b")]
     with pytest.raises(ValueError, match=r"different names.*give all the same"):
         job.checkpointer.save(tmp_path, "a")
