@@ -88,10 +88,10 @@ def reported(save: Save, error: Exception) -> str:
     if isinstance(error, FailedElsewhere):
         return str(error)
     # What this rank has just written is gone: rank 0 is deleting the draft, and about to say why.
-    is_deleted = isinstance(error, OSError) and (isinstance(error, FileNotFoundError) or not save.draft.exists())
+    is_deleted = isinstance(error, OSError) and (isinstance(error, FileNotFoundError) or _is_gone(save.draft))
     if save.rank and is_deleted and not isinstance(error, NotADirectoryError):  # there can be no word of rank 0 then
         for _ in _moments(VERDICT_DELAY_S):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 return save.verdict.read_text()
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -100,6 +100,15 @@ def reported(save: Save, error: Exception) -> str:
     else:
         text = f"{type(error).__name__}: {error}"
     return f"rank {save.rank}: {text}".replace(str(save.draft), str(save.target)).rstrip(".")
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether there is nothing at ``path``; of a place that cannot be looked at nobody knows."""
+    try:
+        path.stat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
 
 
 def refuse(save: Save, cause: str) -> None:

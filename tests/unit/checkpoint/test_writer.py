@@ -452,6 +452,13 @@ def test_a_file_in_the_place_of_the_folder_is_named_on_every_rank(tmp_path: Path
         assert f"checkpoint-1 was not saved: rank {rank}: {tmp_path}/file/run" in str(error)
 
 
+def test_a_folder_that_cannot_be_looked_at_is_named_on_every_rank(tmp_path: Path) -> None:
+    """As that of a name which is too long, or on a file system that is gone: Python cannot say whether it is there."""
+    for error in Ranks(2).save(tmp_path, "x" * 240, filled(1.0)):
+        assert "was not saved: rank" in str(error)
+        assert "File name too long" in str(error)
+
+
 def test_a_file_that_vanishes_while_rank_0_deletes_the_draft_is_no_cause(tmp_path: Path) -> None:
     """The folder is still there then: what rank 0 is about to say is the cause."""
     save = Save(tmp_path, "checkpoint-2", new_run(), 1, rank=2, world_size=3, time_limit_s=60.0)
