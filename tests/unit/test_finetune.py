@@ -35,6 +35,14 @@ def test_a_flag_replaces_its_default() -> None:
     assert train.learning_rate == float(EMBEDDED_MODEL["learning_rate"])
 
 
+def test_what_accelerates_config_says_beside_a_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "deepspeed_config_file,zero_stage,mixed_precision")
+    parse(["--model_type", "llama"])  # accelerate may leave it from elsewhere
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=r"accelerate's config has zero_stage, mixed_precision: .*; write"):
+        parse(["--model_type", "llama"])
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "name", "wanted"),
     [

@@ -3,7 +3,13 @@
 from .auto import fill_auto, open_autos
 from .effects import without_effect
 from .exclusions import Features, check_exclusions, exclusion
-from .files import accelerates_ds_config, accelerates_precision, read_ds_config, without_secrets
+from .files import (
+    accelerates_ds_config,
+    accelerates_precision,
+    check_accelerates_keys,
+    read_ds_config,
+    without_secrets,
+)
 from .known import near_misses, warn_near_misses
 from .optimizers import check_optimizer_values
 from .partitions import PartitionChoice, resolve_partition
@@ -27,6 +33,7 @@ __all__ = [
     "ScheduleConfig",
     "accelerates_ds_config",
     "accelerates_precision",
+    "check_accelerates_keys",
     "check_ds_config",
     "check_exclusions",
     "check_features",

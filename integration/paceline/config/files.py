@@ -14,6 +14,9 @@ from ..json_values import read_json
 _SECRET = re.compile(r"(^|_)(key|token|password|secret)$", re.IGNORECASE)
 
 
+_ACCELERATES = ("gradient_", "zero_stage", "offload_", "zero3_save_", "mixed_precision")
+
+
 def read_ds_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     """A DeepSpeed config of one's own: a deep copy of a dict, or what a JSON file holds.
 
@@ -39,6 +42,17 @@ def accelerates_ds_config(environment: Mapping[str, str]) -> str | None:
     if environment.get("ACCELERATE_USE_DEEPSPEED") != "true":
         return None
     return environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+
+
+def check_accelerates_keys(environment: Mapping[str, str]) -> None:
+    """Raise ValueError for keys of accelerate's own config that it refuses beside a DeepSpeed JSON."""
+    given = environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    keys = [key for key in given if key.startswith(_ACCELERATES)]
+    if keys and environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        raise ValueError(
+            f"accelerate's config has {', '.join(keys)}: DeepSpeed's values are read from its JSON; write them there, "
+            "and deepspeed_config_file with its path in their place."
+        )
 
 
 def accelerates_precision(environment: Mapping[str, str]) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, PretrainedConfig
 
-from ..config import accelerates_ds_config, accelerates_precision
+from ..config import accelerates_ds_config, accelerates_precision, check_accelerates_keys
 from ..messages import brief, nearest
 from .other_flags import ELSEWHERE, ELSEWHERE_BY_PREFIX, VALUE_REMEDIES
 from .paths import is_missing, no_model
@@ -341,6 +341,7 @@ class TrainArguments:
             _refuse("output_dir", self.output_dir, "must be a directory, but is a file", "choose another name")
         if self.deepspeed is None:
             self.deepspeed = accelerates_ds_config(os.environ)
+        check_accelerates_keys(os.environ)
         _check_file("deepspeed", self.deepspeed)
 
     def _check_resume(self) -> None:
