@@ -116,6 +116,8 @@ class PipelineMeasurements:
         """Steps, by number, beside which layers or experts move."""
         self._num_left_out = 0
         """Steps so far that count for nothing."""
+        self._num_measured = 0
+        """Steps since the last :meth:`gather` that count."""
         self._done = 0
         self._after: dict[LaneKey, int] = {}
 
@@ -124,18 +126,23 @@ class PipelineMeasurements:
     def end_step(self, done: int) -> None:
         """Take the times of layers. A step that was observed so closely does not count otherwise."""
         self._done = done
+        self._num_measured += 1
         if self._is_timing:
             self._timed = self._meter.stop_timing_layers(self._layers, self._pipeline.cut)
             self._is_timing = False
-            self._meter.recorder.forget()
+            self._forget_steps()
         if done in self._disturbed:
             self._num_left_out += 1
-            self._meter.recorder.forget()
+            self._forget_steps()
             self._gatherer.skip_messages(self._after)
         self._disturbed = {number for number in self._disturbed if number > done}
 
     def is_complete(self, done: int) -> bool:
-        """Whether everything that was to be tried and fits was measured; if not, have the next run. Collective."""
+        """Whether everything that was to be tried and fits was measured; if not, have the next run. Collective.
+
+        Without a step that counts since the last planning, there is nothing to plan by but what was known then.
+        """
+        is_measured = self._num_measured > 0
         turn, step = divmod(done - self._num_left_out - SETTLING_STEPS, MEASURING_STEPS)
         while self._untried:
             if turn < 1 or step > 0:
@@ -150,11 +157,11 @@ class PipelineMeasurements:
                 return False
             self._untried.remove(trial)
         # Where layers move, what experts add to them is part of that; all ranks know it from the same step on.
-        return not self._times_layers or self._uneven_experts() is not None
+        return is_measured and (not self._times_layers or self._uneven_experts() is not None)
 
     def forget(self) -> None:
         """Drop steps and messages since the last planning, and what is known of links."""
-        self._meter.recorder.forget()
+        self._forget_steps()
         self._gatherer.skip_messages(self._after)
         self.costs.forget_links()
 
@@ -168,7 +175,7 @@ class PipelineMeasurements:
         if uneven_s is not None:  # before, nobody can tell what a layer would take with evenly busy experts
             timed, self._timed = self._timed, {}
         reports = self._gatherer.gather(self._after, layers=timed, uneven_s=uneven_s, memory_bytes=self._memory_bytes)
-        self._meter.recorder.forget()
+        self._forget_steps()
         if self._agreement.decides:
             self.costs.update(reports)
             self.reports, self._reported = reports, self._pipeline.global_steps
@@ -198,7 +205,7 @@ class PipelineMeasurements:
                 self._timelines.write(self.reports, self.costs, self._reported)
         self._has_switched, self.reports = switches, []
         if switches:  # a step beside which it was planned is of other shares, or another schedule, than those to come
-            self._meter.recorder.forget()
+            self._forget_steps()
 
     def begin_step(self, done: int, until_planning: int | None) -> None:
         """Time the layers in the step that begins, if they are to be timed in this one."""
@@ -219,6 +226,10 @@ class PipelineMeasurements:
     def time_layers_again(self) -> None:
         """Time the layers in the step after the next. On all ranks."""
         self._time_at = self._done + 1
+
+    def _forget_steps(self) -> None:
+        self._meter.recorder.forget()
+        self._num_measured = 0
 
     def _uneven_s(self) -> dict[int, Uneven] | None:
         """Of a sample, by item of this rank."""

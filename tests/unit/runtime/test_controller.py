@@ -924,6 +924,21 @@ def test_a_run_that_goes_on_counts_from_its_step() -> None:
     ]
 
 
+def test_a_planning_waits_for_a_step_that_counts() -> None:
+    """Experts move beside the step before it: without another one, it would take the old costs for the new ones."""
+    pipe = Pipe()
+    controller = follow(pipe)
+    pipe.train(controller, 10)
+    pipe.speeds = (1.0, 0.5, 1.0)
+    pipe.steps.clear()
+    pipe.train(controller, 3)
+    controller.measurements.disturb_next()
+    pipe.train(controller, 4)
+    assert pipe.skipped_after[0] == 14
+    assert [decision["step"] for decision in controller.decisions] == [4, 9, 15]
+    assert [step for step, _ in pipe.noted("move")] == [15]
+
+
 def test_with_a_planning_after_every_step_the_one_beside_a_move_is_none_too_few() -> None:
     pipe = Pipe((4.0, 2.0, 1.0))
     controller = pipe.controller(ScheduleChoice("1f1b"), PartitionChoice("uniform", 1))
