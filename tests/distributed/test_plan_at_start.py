@@ -442,6 +442,19 @@ def test_stages_go_by_speed_where_devices_are_unequal() -> None:
     assert found["losses"] == pytest.approx(told["losses"], rel=1e-6)
 
 
+def test_a_slow_device_has_a_layer_for_each_of_its_chunks() -> None:
+    """Of four layers, 3 : 1 by speed, and 2 : 2 in two chunks each."""
+    (found,) = each(({}, FEW | {"bytes_per_s": FAST, "last_takes": 3.0}))
+    assert (found["shape"], found["method"], found["chunks"]) == ((2, 1), "hetero", None)
+    whole, chunks = (
+        float(line.split(": ")[2].split()[0])
+        for start in ("2 stages: ", "2 stages of 2 chunks: ")
+        for line in found["lines"]
+        if line.startswith(f"plan: {start}")
+    )
+    assert chunks > 1.3 * whole
+
+
 AT_ONCE = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
 """A job's flags, whose start is of interest."""
 

@@ -203,25 +203,48 @@ def choose(options: Sequence[Option], usual: Stages) -> Option | None:
     return min(near, key=lambda option: (option.shape != usual, option.chunks, option.stages))
 
 
-def slowdown(seconds: Sequence[float], stages: int, *, follows_speed: bool, shares_by_speed: bool = False) -> float:
+def slowdown(
+    seconds: Sequence[float],
+    stages: int,
+    *,
+    follows_speed: bool,
+    shares_by_speed: bool = False,
+    least: Sequence[float] = (),
+) -> float:
     """Seconds of a pipeline's layers by their mean over all ranks, where ranks are not equally fast.
 
     Args:
         seconds: that each rank takes for the same layers; the ranks of a stage are neighbours.
         follows_speed: stages get layers by the speed of their slowest device; otherwise all get as many.
         shares_by_speed: replicas get micro-batches by their speed; otherwise all wait for the slowest.
+        least: share of the layers that each stage has at least, however slow its devices are; empty: none.
     """
     replicas, mean = len(seconds) // stages, sum(seconds) / len(seconds)
     of_stages = [seconds[first : first + replicas] for first in range(0, len(seconds), replicas)]
-    layers = [1 / max(own) if follows_speed else 1.0 for own in of_stages]
-    each = stages / sum(layers)
+    shares = [1 / stages] * stages
+    if follows_speed:
+        shares = _shares_by_speed([max(own) for own in of_stages], least or [0.0] * stages)
     bottlenecks = [
-        max(each * part * own[replica] for part, own in zip(layers, of_stages, strict=True))
+        max(stages * share * own[replica] for share, own in zip(shares, of_stages, strict=True))
         for replica in range(replicas)
     ]
     if not shares_by_speed:
         return max(bottlenecks) / mean
     return replicas / sum(mean / seconds for seconds in bottlenecks)
+
+
+def _shares_by_speed(seconds: Sequence[float], least: Sequence[float]) -> list[float]:
+    """Shares of the layers with which the slowest stage takes least time; their sum is 1."""
+    shares, free = list(least), set(range(len(least)))
+    while free:
+        rest = 1 - sum(share for stage, share in enumerate(least) if stage not in free)
+        speed = sum(1 / seconds[stage] for stage in free)
+        by_speed = {stage: rest / speed / seconds[stage] for stage in free}
+        short = {stage for stage in free if by_speed[stage] < least[stage]}
+        if not short:
+            return [by_speed.get(stage, share) for stage, share in enumerate(shares)]
+        free -= short
+    return shares
 
 
 def scaled(workload: Workload, factor: float) -> Workload:

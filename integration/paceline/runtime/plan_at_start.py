@@ -370,9 +370,7 @@ def entries(
             plan.half_layers,
         )
         follows, unequal = _follows_speed(plan, measured), plan.section.pipeline.unequal_replicas
-        shares = unequal is not None and unequal.micro_batches is None
-        factor = slowdown(measured.rank_s, stages, follows_speed=follows, shares_by_speed=shares)
-
+        how = {"follows_speed": follows, "shares_by_speed": unequal is not None and unequal.micro_batches is None}
         cuts = [(sizes, profile)]
         if measured.halves is not None and stages > 1:
             cuts.append((replace(sizes, half_layers=True), measured.halves))
@@ -385,6 +383,8 @@ def entries(
                 anatomy = anatomy_of(model, half_layers=cut.half_layers)
                 work = work_of_items(model, anatomy, cut.sequence_length, recomputes=cut.gradient_checkpointing)
                 counted = [replace(each, work=tuple(work)) for each in counted]
+            least = _least_shares(of_cut.items, stages, chunks)
+            factor = slowdown(measured.rank_s, stages, least=least, **how)
             workloads += [scaled(each, factor) for each in counted] + [None] * (2 - len(ways))
         whole, *others = workloads
         assert whole is not None, "layers as they are"
@@ -397,6 +397,16 @@ def entries(
             halved = None if entry.halved is None else entry.halved.in_head_slices(HEAD_SLICES)
             entry = replace(entry, sliced=whole.in_head_slices(HEAD_SLICES), sliced_halves=halved)
         found.append(entry)
+    return found
+
+
+def _least_shares(items: Sequence[ItemProfile], stages: int, chunks: int) -> list[float]:
+    """Share of the seconds of all items that each rank of a pipeline has at least: a decoder layer, or a half, for each
+    of its stages but the last, which may have the head alone."""
+    item_s = [item.forward_s + item.backward_s for item in items]
+    each = sum(item_s[1:-1]) / len(item_s[1:-1]) / sum(item_s)
+    found = [each * chunks] * stages
+    found[0 if chunks > 1 else -1] -= each
     return found
 
 

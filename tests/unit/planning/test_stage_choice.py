@@ -134,6 +134,13 @@ def test_devices_of_different_speed() -> None:
     assert slowdown(seconds, 2, follows_speed=False, shares_by_speed=True) == pytest.approx(2 / 1.5 / mean)
     assert slowdown([1.0, 3.0, 1.0, 3.0], 2, follows_speed=True, shares_by_speed=True) == pytest.approx(1.5 / 2)
     assert slowdown(seconds, 4, follows_speed=True, shares_by_speed=True) == pytest.approx(4 / 3.5 / mean)
+    # However slow it is, a stage has a layer: one of four, or with two chunks two of eight.
+    quarters = [0.25] * 3 + [0.0]
+    assert slowdown([1.0, 2.0, 1.0, 1.0], 4, follows_speed=True, least=quarters) == pytest.approx(2 / mean)
+    assert slowdown(seconds, 4, follows_speed=True, least=quarters) == pytest.approx(4 / 3.5 / mean)  # it has less
+    assert slowdown([1.0, 4.0], 2, follows_speed=True, least=[0.3, 0.4]) == pytest.approx(2 * 0.4 * 4 / 2.5)
+    assert slowdown([1.0, 4.0, 8.0], 3, follows_speed=True, least=[0.1, 0.2, 0.2]) == pytest.approx(3 * 1.6 / (13 / 3))
+    assert slowdown([3.0] * 4, 4, follows_speed=True, least=[0.25] * 4) == pytest.approx(1.0)
     work = workload()
     assert scaled(work, 2.0).items[1].backward_s == pytest.approx(2 * work.items[1].backward_s)
 
