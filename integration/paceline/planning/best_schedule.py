@@ -136,7 +136,8 @@ def with_two_chunks(
     memory = first if best.candidate.family == ZBV else memory_of_devices(share, boundaries, order)
     terms = with_bubble(terms, best.step_s)
     plan = Plan(
-        *(strategy, boundaries, micro_batches, memory, terms | after, True, TWO_CHUNKS), recomputed=workload.recomputed
+        *(strategy, boundaries, micro_batches, memory, terms | after, True, TWO_CHUNKS),
+        *(workload.recomputed, workload.blocks_per_layer),
     )
     return plan, _name(best)
 

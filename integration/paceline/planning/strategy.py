@@ -76,9 +76,9 @@ class Plan:
     memory: tuple[StageMemory, ...]
     terms: Mapping[str, float]
     simulated: bool
-    schedule: PipelineSchedule = ONE_F_ONE_B
-    recomputed: tuple[int, ...] = ()
-    blocks_per_layer: int = 1
+    schedule: PipelineSchedule
+    recomputed: tuple[int, ...]
+    blocks_per_layer: int
     head_slices: int = 1
 
     @property

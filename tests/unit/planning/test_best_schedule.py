@@ -116,6 +116,14 @@ def test_two_stages_a_device_have_the_fastest_of_those_in_v(mbit: float) -> None
     assert [need.weights for need in found.memory] == weights
 
 
+def test_halves_of_layers_that_are_recomputed_count_as_layers() -> None:
+    """So many halves were as many layers, and a job refused the JSON that said so."""
+    halves = workload(layers=16, blocks_per_layer=2, recomputed=tuple(range(1, 17)))
+    found, _ = two_chunks(halves, cluster(2_000))
+    assert found.boundaries == (0, 3, 5, 7, 9, 11, 13, 15, 18)
+    assert found.recomputed_of_stages == (1,) * 8
+
+
 def test_messages_share_what_a_device_sends() -> None:
     """With two stages a device it sends activations of the one and gradients of the other."""
     slow = two_chunks(workload(), cluster(200))[0]
