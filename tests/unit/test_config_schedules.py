@@ -106,6 +106,9 @@ def test_a_key_belongs_to_its_types(key, kind):
         ({"micro_batch_sizes": 2}, ".micro_batch_sizes is 2: it must be a list; leave the key out to have it chosen."),
         ({"micro_batch_sizes": [0]}, ".micro_batch_sizes.0 is 0: it must be greater than or equal to 1; leave the key "
          "out to have it chosen."),
+        ({"risk": 0.4}, ".risk is 0.4: it must be greater than or equal to 0.5; leave the key out to have it chosen."),
+        ({"risk": 1}, ".risk is 1: it must be less than 1; leave the key out to have it chosen."),
+        ({"risk": "worst"}, ".risk is \"worst\": it must be a valid number; leave the key out to have it chosen."),
         ({"memory_gib": 0}, ".memory_gib is 0: it must be greater than 0; leave the key out to have it chosen."),
         ({"type": "multidirection", "staleness": 2}, ".staleness is 2: it must be less than or equal to 1; leave the "
          "key out to have it chosen."),

@@ -14,7 +14,7 @@ from ..schedules.schedule import Schedule
 from ..schedules.split_families import SPLIT, SPLIT_FAMILIES
 from ..schedules.stream import Stream, flushed
 from .batch_sizes import MICRO_BATCHES
-from .section import PLAN, SECTION, PacelineConfig, ScheduleConfig, ScheduleType, show
+from .section import MEAN, PLAN, SECTION, PacelineConfig, ScheduleConfig, ScheduleType, show
 from .stage_counts import CHUNKS
 
 TUNED = ("adaptive", GENERATED)
@@ -208,7 +208,7 @@ def resolve_schedule(
             micro_batch_sizes=sizes,
             memory_bytes=memory_bytes,
             chunks=chunks,
-            risk=None if schedule.risk == "mean" else schedule.risk,
+            risk=None if schedule.risk == MEAN else schedule.risk,
         )
         if not schedule.late_gradients:
             _check_synchronous(schedule, "no late_gradients", "true for late_gradients")

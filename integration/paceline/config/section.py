@@ -42,6 +42,7 @@ SECTION = "paceline"
 HETERO = "hetero"
 PLAN: Final = "plan"
 """A number, of stages or of chunks, that a run chooses by what it measures."""
+MEAN: Final = "mean"
 WORK = "work"
 METHODS = (WORK, "parameters", "uniform", HETERO)
 ScheduleType: TypeAlias = Literal[
@@ -253,6 +254,22 @@ else:
     ]
 
 
+def _or_mean(value: object, other: ValidatorFunctionWrapHandler) -> object:
+    return value if value == MEAN else other(value)
+
+
+if TYPE_CHECKING:
+    QuantileOrMean: TypeAlias = float | Literal["mean"]
+else:
+    QuantileOrMean = Annotated[
+        float,
+        Field(ge=0.5, lt=1),
+        WrapValidator(_or_mean),
+        PlainSerializer(lambda value: value),
+        WithJsonSchema({"anyOf": [{"const": MEAN}, {"type": "number", "minimum": 0.5, "exclusiveMaximum": 1}]}),
+    ]
+
+
 class ScheduleConfig(Part):
     """In which order each stage runs the forwards and backwards of a step.
 
@@ -338,7 +355,7 @@ class ScheduleConfig(Part):
         '"nesterov": by that times the optimizer\'s momentum. Left out: nothing.',
     )
 
-    risk: Literal["mean"] | Annotated[float, Field(ge=0.5, lt=1)] | None = Field(
+    risk: QuantileOrMean | None = Field(
         default=None,
         description="adaptive: where the times of messages vary, schedules are compared by this quantile of their step "
         "(0.9: what nine of ten steps stay below), replayed over the times that were measured. Left out: by the "
