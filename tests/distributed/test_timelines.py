@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,37 @@ def test_a_step_is_recorded_that_was_flushed_at_its_end(tmp_path: Path) -> None:
     for flushed in run_ranks(train_and_move_experts, 4, tmp_path):
         assert flushed == [False, False, True, False]
     assert [record.step for record in step_records.read(tmp_path)] == [1, 2, 3, 4]
+
+
+SLEEPS_S = 0.2
+"""Of each forward of the second replica."""
+
+
+def train_unequal(folder: Path) -> None:
+    import paceline
+
+    pipeline = {"stages": 1, "unequal_replicas": {"micro_batches": [3, 1]}}
+    sections = {"pipeline": pipeline, "report": {"trace_every": STEPS}}
+    engine, *_ = paceline.initialize(
+        model=model_config(), config=ds_config(gradient_accumulation_steps=2, paceline=sections)
+    )
+    engine.keep_records(folder, STEPS)
+    if engine.grid.data_parallel_id:
+        engine.module.models[0].register_forward_pre_hook(lambda *_: time.sleep(SLEEPS_S))
+    for step in range(STEPS):
+        engine.train_batch(iter(step_batches(step)))
+    engine.destroy()
+
+
+def test_a_prediction_is_of_the_replica_that_was_recorded(tmp_path: Path) -> None:
+    """Its micro-batches, and its times: the slower replica has fewer."""
+    run_ranks(train_unequal, 2, tmp_path)
+    (record,) = step_records.read(tmp_path)
+    assert record.predicted is not None
+    for line in (record.measured, record.predicted):
+        forwards = [span.end_s - span.start_s for span in line.spans if span.kind == "F"]
+        assert len(forwards) == 3
+        assert max(forwards) < SLEEPS_S
 
 
 def train_split(folder: Path) -> str:

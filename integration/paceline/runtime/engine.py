@@ -271,7 +271,8 @@ class PacelineEngine(PipelineEngine):
         )
 
     def _make_tracer(self, every: int) -> Tracer:
-        costs = MeasuredCosts(self.support.routes, has_flush=not self.plan.schedule.is_asynchronous)
+        has_flush = not self.plan.schedule.is_asynchronous
+        costs = MeasuredCosts(self.support.routes, has_flush=has_flush, of_first_replica=True)  # which is drawn
         return Tracer(every, costs, self.reports, self.timelines, is_first=self.global_rank == 0)
 
     def keep_records(self, run_dir: Path, num_steps: int) -> None:
