@@ -311,6 +311,16 @@ def rows_of(dtype: torch.dtype) -> tuple[ThreeLayers, OwnedRows, torch.optim.Opt
     return module, OwnedRows(layout, basic), basic, layout
 
 
+def test_states_of_a_vector_are_cut_by_rows_too() -> None:
+    module = nn.Module()
+    module.scale = nn.Parameter(torch.arange(1024.0))
+    basic = torch.optim.Adagrad(module.parameters(), lr=1.0, initial_accumulator_value=3.0)
+    (one,) = OwnedRows(layout_of(module, basic, []), basic).owned
+    assert (one.start, one.stop) == (512, 1024)
+    assert basic.state[one.master]["sum"].shape == one.master.shape == (512,)
+    assert basic.state[one.master]["step"].shape == (), "what is of the whole parameter stays"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rank_steps_its_rows_and_answers_for_them(dtype: torch.dtype) -> None:
     module, rows, basic, layout = rows_of(dtype)
