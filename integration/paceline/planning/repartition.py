@@ -104,13 +104,14 @@ class Layout:
             pairs = zip(seconds, of_whole, strict=bool(seconds))
             return tuple(part / whole * then if whole else 0.0 for part, (whole, then) in pairs)
 
+        forward_s = self._scaled(now.forward_s, [item.forward_s for item in self.items], parts)
         return replace(
             now,
-            forward_s=self._scaled(now.forward_s, [item.forward_s for item in self.items], parts),
+            forward_s=forward_s,
             backward_s=backward_s,
             weight_s=parts_of(now.weight_s),
             ahead_s=parts_of(now.ahead_s),
-            again=None if now.again is None else self._again(now.again, parts),
+            again=self._again(now, forward_s, parts),
             activation_bytes=self._scaled(now.activation_bytes, saved_bytes, parts),
             deferred_bytes=self._scaled(now.deferred_bytes, saved_bytes, parts),
             message_bytes=tuple(
@@ -119,10 +120,33 @@ class Layout:
             ),
         )
 
-    def _again(self, now: Again, parts: Sequence[int]) -> Again:
-        layers = [0.0, *(item.forward_s for item in self.items[1:-1]), 0.0]
-        seconds, num_bytes = (self._scaled(each, layers, parts) for each in (now.seconds, now.num_bytes))
-        return replace(now, seconds=seconds, num_bytes=num_bytes)
+    def _again(self, now: Costs, forward_s: Sequence[float], parts: Sequence[int]) -> Again | None:
+        """Layers that arrive from another stage are computed again as they were there.
+
+        Args:
+            forward_s: of the stages with ``parts``.
+        """
+        again = now.again
+        if again is None or tuple(parts) == self.parts:
+            return again
+        work = [item.forward_s for item in self.items]
+        before = zip(again.seconds, _by_stage(work, self.parts), now.forward_s, strict=True)
+        at_speed_1 = self._of_layers([own * whole / forth if forth else 0.0 for own, whole, forth in before], parts)
+        after = zip(at_speed_1, _by_stage(work, parts), forward_s, strict=True)
+        return replace(
+            again,
+            seconds=tuple(own * forth / whole if whole else 0.0 for own, whole, forth in after),
+            num_bytes=self._of_layers(again.num_bytes, parts),
+            layer_bytes=tuple(size or max(again.layer_bytes) for size in again.layer_bytes),
+        )
+
+    def _of_layers(self, measured: Sequence[float], parts: Sequence[int]) -> tuple[float, ...]:
+        """What stages have with other boundaries, where each of their layers takes along its part, by its forward."""
+        layers, each = [0.0, *(item.forward_s for item in self.items[1:-1]), 0.0], list[float]()
+        for (start, stop), own in zip(pairwise(self.parts), measured, strict=True):
+            whole = fsum(layers[start:stop])
+            each += [own * layer / whole if whole else 0.0 for layer in layers[start:stop]]
+        return tuple(_by_stage(each, parts))
 
     def _scaled(self, measured: Sequence[float], of_items: Sequence[float], parts: Sequence[int]) -> tuple[float, ...]:
         if not measured:

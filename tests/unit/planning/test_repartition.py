@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.planning import repartition as subject
+from paceline.planning.kept_activations import as_kept
 from paceline.planning.repartition import LARGE, ItemCosts, Layout, item_costs
 from paceline.planning.shared_devices import live_of, one_a_device, routes_of
-from paceline.schedules.costs import Costs, Link
+from paceline.schedules.costs import Again, Costs, Link
 from paceline.schedules.families import chunked_route, dualpipev, interleaved, one_f_one_b
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.simulate import simulate
@@ -95,6 +96,22 @@ def test_devices_are_seen_through(data: st.DataObject) -> None:
     plan = layout(items, (0, *data.draw(cuts), len(items)))
     other = (0, *data.draw(cuts), len(items))
     assert same(plan.costs(costs_of(plan, speeds), other), costs_of(plan, speeds, other))
+
+
+@pytest.mark.parametrize("moved", [-1, 1])
+def test_a_stage_that_recomputes_nothing_gets_only_what_arrives(moved: int) -> None:
+    """The first of two stages on devices of speeds 2 and 1 recomputes its three layers, the second one none."""
+    head = ItemCosts()
+    plan = layout([head, *[LAYER] * 6, head], (0, 4, 8))
+    again = Again((1.5, 0.0), (300.0, 0.0), (100.0, 0.0), kept=(0.0, 0.0), room_bytes=(inf, inf))
+    now = replace(costs_of(plan, (2.0, 1.0)), again=again)
+    assert plan.costs(now, plan.parts) == now
+    found = plan.costs(now, (0, 4 + moved, 8))
+    assert found.again is not None
+    expected = {-1: ((1.0, 1.0), (200.0, 100.0)), 1: ((1.5, 0.0), (300.0, 0.0))}[moved]
+    assert (found.again.seconds, found.again.num_bytes) == (pytest.approx(expected[0]), pytest.approx(expected[1]))
+    tight = replace(found, again=replace(found.again, room_bytes=(150.0, 50.0)))
+    assert as_kept(tight, one_f_one_b(2, 4)).backward_s[1] == pytest.approx(found.backward_s[1])
 
 
 def test_messages_are_as_large_as_what_the_last_item_hands_on() -> None:
