@@ -141,7 +141,7 @@ def all_ways(engine: Any, batches: list[Any], rounds: int) -> dict[str, Any]:
         def choose(self, program: Any, most: Any) -> Keeping:
             found = super().choose(program, most)
             if not engine.is_last_stage():
-                self._meter.kept_shares = {0: 0.0}
+                self._meter.recorder.keeps({0: 0.0})
                 found = found._replace(kept={})
             return found
 
@@ -164,7 +164,8 @@ def all_ways(engine: Any, batches: list[Any], rounds: int) -> dict[str, Any]:
             reports = engine.reports.gather(after)
             if turn >= 0:
                 assert engine.executor.recomputes_early == (name != "late")
-                assert meter.kept_shares == {0: float(name == "kept" or (name == "early" and engine.is_last_stage()))}
+                shares = meter.recorder.steps()[-1].kept_shares
+                assert shares == {0: float(name == "kept" or (name == "early" and engine.is_last_stage()))}
                 seconds[name].append(took_s)
             if engine.global_rank == 0:
                 known.update(reports)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import fmean
@@ -52,6 +52,8 @@ class StepTimes:
     """What the step ran under: times of different keys are not mixed."""
     unusual: set[tuple[str, int, int]] = field(default_factory=set)
     """Kind, number and chunk of computations that something was done beside: their times do not count."""
+    kept_shares: dict[int, float] = field(default_factory=dict)
+    """By chunk, the share of the activations that might be computed again which the step kept instead."""
 
     def read(self, seconds: Callable[[Any], float]) -> None:
         """Turn events into seconds of the host's clock."""
@@ -123,6 +125,11 @@ class Recorder:
                     span.end.synchronize()
                     total += span.start.elapsed_time(span.end) / 1e3
         return total
+
+    def keeps(self, shares: Mapping[int, float]) -> None:
+        """So large a share of the activations that might be computed again is kept, by chunk."""
+        if self._current is not None:
+            self._current.kept_shares = dict(shares)
 
     def leave_out(self, kind: str, number: int, chunk: int = 0) -> None:
         """Something was done beside a computation of this step: its seconds tell nothing of others."""

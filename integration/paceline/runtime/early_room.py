@@ -103,7 +103,8 @@ class EarlyRoom:
                 decided = _Decided(NOTHING, dict.fromkeys(decided.shares, 0.0), decided.room_bytes)
         if decided is None:
             return NOTHING
-        meter.kept_shares, meter.again_room_bytes = decided.shares, decided.room_bytes
+        meter.recorder.keeps(decided.shares)
+        meter.again_room_bytes = decided.room_bytes
         if self._logs and decided.found.kept:
             self._logs = False
             logger.info(

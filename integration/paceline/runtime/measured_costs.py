@@ -64,8 +64,8 @@ class MeasuredCosts:
     """What a micro-batch keeps more where nothing is computed again, by size, one number a stage."""
     again_layers: list[int] = field(default_factory=list)
     """Layers of each stage that this is of, at least 1."""
-    kept_shares: list[float] = field(default_factory=list)
-    """Share of it that the last step kept, one number a stage."""
+    kept_shares: dict[int, list[float]] = field(default_factory=dict)
+    """Share of it that was kept in the steps whose backwards were measured, by size, one number a stage."""
     keeps_all_or_nothing: bool = False
     again_room_bytes: list[float] = field(default_factory=list)
     """Bytes that what is alive may take on each device."""
@@ -150,7 +150,9 @@ class MeasuredCosts:
         for report in sorted(reports, key=lambda report: report.device):
             replicas.setdefault(report.replica, []).append(report)
         before = [{size: list(each) for size, each in known.items()} for known in (self.forward_s, self.backward_s)]
+        kept = dict(self.kept_shares)
         measured = self._compute(reports)
+        self._keep_alike(before, kept)
         self._learn_items(reports)
         self._take_uneven(reports)
         self._smooth(replicas)
@@ -175,15 +177,11 @@ class MeasuredCosts:
         self._take_bytes(self.again_bytes, [(report.device, report.again_bytes) for report in reports])
         self.again_layers = [1] * self.num_stages
         self.keeps_all_or_nothing = any(report.keeps_all_or_nothing for report in reports)
-        shares: list[list[float]] = [[] for _ in range(self.num_stages)]
         rooms = [inf] * self.num_devices
         for report in reports:
             for chunk, layers in report.again_layers.items():
                 self.again_layers[self._held(report.device)[chunk] % self.num_stages] = layers
-            for chunk, share in report.kept_shares.items():
-                shares[self._held(report.device)[chunk] % self.num_stages].append(share)
             rooms[report.device] = min(rooms[report.device], report.again_room_bytes)
-        self.kept_shares = [fmean(each or [0.0]) for each in shares]
         self.again_room_bytes = rooms
 
     def _take_bytes(
@@ -225,7 +223,17 @@ class MeasuredCosts:
                 before = known.get(size, cells)
                 known[size] = [now or then for now, then in zip(cells, before, strict=True)]
             measured |= found.keys()
+        self.kept_shares.update((size, self._kept(reports, size)) for size in backwards)
         return measured
+
+    def _kept(self, reports: Sequence[Report], size: int) -> list[float]:
+        """Share of the activations that steps kept, the mean of those with a micro-batch size, one number a stage."""
+        shares: list[list[float]] = [[] for _ in range(self.num_stages)]
+        for report in reports:
+            for chunk, cell in enumerate(self._held(report.device)):
+                steps = (step for step in report.steps if step.key[1] == size)
+                shares[cell % self.num_stages] += [step.kept_shares.get(chunk, 0.0) for step in steps]
+        return [fmean(own or [0.0]) for own in shares]
 
     def _ahead(self, reports: Sequence[Report]) -> dict[int, list[float]]:
         """Seconds of a mean backward that ran before its gradient was there, by micro-batch size, one number a cell."""
@@ -277,6 +285,16 @@ class MeasuredCosts:
             slower = [median(of_stage) for of_stage in zip(*factors, strict=True)]
             for other in known.keys() - measured if slower else ():
                 known[other] = [seconds * factor for seconds, factor in zip(known[other], slower, strict=True)]
+
+    def _keep_alike(self, before: Sequence[dict[int, list[float]]], kept: dict[int, list[float]]) -> None:
+        """Backwards of before as if they had kept what is kept now, which tells nothing of the device."""
+        _, backward_s = before
+        for size in backward_s.keys() & kept.keys():
+            again = self._again(size, self._per_stage(size)[0])
+            if again is not None:
+                less = [(then - now) * s for then, now, s in zip(kept[size], again.kept, again.seconds, strict=True)]
+                directions = len(self._cells) // self.num_stages
+                backward_s[size] = [sum(each) for each in zip(backward_s[size], less * directions, strict=True)]
 
     def _learn_items(self, reports: Sequence[Report]) -> None:
         """Cost of each item, from the step in which the layers were timed."""
@@ -511,7 +529,7 @@ class MeasuredCosts:
             ),
             num_bytes=tuple(sizes),
             layer_bytes=tuple(whole / layers for whole, layers in zip(sizes, self.again_layers, strict=True)),
-            kept=tuple(self.kept_shares),
+            kept=tuple(self.kept_shares.get(size, [0.0] * self.num_stages)),
             room_bytes=tuple(self.again_room_bytes),
             is_collective=self.keeps_all_or_nothing,
         )

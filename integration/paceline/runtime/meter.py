@@ -36,10 +36,8 @@ class Meter:
         """The most that it can be, until it is measured."""
         self.recomputed_bytes: dict[int, dict[int, Recomputed]] = {}
         """What a micro-batch's layers keep once they are computed again, by micro-batch size and chunk."""
-        self.kept_shares: dict[int, float] = {}
-        """By chunk, the share of them that the step that runs, or ran last, keeps."""
         self.again_room_bytes = 0.0
-        """What all that is alive might take then."""
+        """What all that was alive might take in the last step of which that was decided."""
         self.keeps_all_or_nothing = False
         """Whether a step keeps all of them or none."""
         self.measures_memory_of: int | None = None
@@ -190,5 +188,4 @@ class Meter:
         self._deferred_bytes.clear()
         self._most_deferred_bytes.clear()
         self.recomputed_bytes.clear()
-        self.kept_shares.clear()
         self.recorder.forget()

@@ -91,11 +91,9 @@ class Report:
     """Bytes of what a micro-batch keeps more where its layers are not recomputed, by micro-batch size and chunk."""
     again_layers: dict[int, int] = field(default_factory=dict)
     """How many layers these are, by chunk."""
-    kept_shares: dict[int, float] = field(default_factory=dict)
-    """Share of it that was kept in the last step, by chunk."""
     keeps_all_or_nothing: bool = False
     again_room_bytes: float = 0.0
-    """Bytes that all that was alive might take then."""
+    """Bytes that all that was alive might take in the last step."""
     uneven_s: dict[int, Uneven] | None = field(default_factory=dict)
     """Of a sample, by item; None: not known yet."""
 
@@ -225,7 +223,6 @@ class ReportGatherer:
             again_layers={
                 chunk: each.layers for chunks in self._meter.recomputed_bytes.values() for chunk, each in chunks.items()
             },
-            kept_shares=dict(self._meter.kept_shares),
             keeps_all_or_nothing=self._meter.keeps_all_or_nothing,
             again_room_bytes=self._meter.again_room_bytes,
             clock_s=self._clock_s,

@@ -31,6 +31,14 @@ def metered() -> Meter:
     return meter
 
 
+def chosen(early: EarlyRoom, meter: Meter, most: Extent) -> tuple[Keeping, dict[int, float]]:
+    """What the last stage keeps in a step, and the shares that are recorded with its times."""
+    meter.recorder.begin()
+    found = early.choose(STAGES[3], most)
+    meter.recorder.end()
+    return found, meter.recorder.steps()[-1].kept_shares
+
+
 @pytest.mark.parametrize("is_much", [False, True])
 def test_what_much_longer_micro_batches_need_is_measured_if_it_matters(is_much: bool) -> None:
     """They may need less than it seems: whether it grows with the square of their length depends on the attention."""
@@ -54,15 +62,12 @@ def test_longer_micro_batches_need_more(most: Extent, factor: int) -> None:
 def test_it_is_known_how_much_is_kept_in_how_much_room() -> None:
     """For the tuner. The last stage has one micro-batch at a time; half of what twice as long ones have is theirs."""
     meter = metered()
-    EarlyRoom(meter, lambda: 2 * MUCH).choose(STAGES[3], Extent(64, 16))
-    assert meter.kept_shares == {0: 1.0}
+    assert chosen(EarlyRoom(meter, lambda: 2 * MUCH), meter, Extent(64, 16))[1] == {0: 1.0}
     assert meter.again_room_bytes == MUCH
-    EarlyRoom(meter, lambda: 2 * SAVED + 2 * LAYER).choose(STAGES[3], MEASURED)
-    assert meter.kept_shares == {0: 0.25}
-    EarlyRoom(meter, lambda: 0.0).choose(STAGES[3], MEASURED)
-    assert meter.kept_shares == {0: 0.0}
+    assert chosen(EarlyRoom(meter, lambda: 2 * SAVED + 2 * LAYER), meter, MEASURED)[1] == {0: 0.25}
+    assert chosen(EarlyRoom(meter, lambda: 0.0), meter, MEASURED)[1] == {0: 0.0}
     meter.forget_stage()
-    assert meter.kept_shares == {}
+    assert chosen(EarlyRoom(meter, lambda: MUCH), meter, MEASURED)[1] == {}, "a step that measures it keeps nothing"
 
 
 def test_ranks_whose_layers_are_collective_keep_all_or_nothing_together() -> None:
@@ -78,11 +83,12 @@ def test_ranks_whose_layers_are_collective_keep_all_or_nothing_together() -> Non
         meter = metered()
         rooms = iter((UNEVEN * all_of_it, UNEVEN * all_of_it - 1))
         early = EarlyRoom(meter, lambda: next(rooms), agree=agree)  # noqa: B023
-        found = early.choose(STAGES[3], MEASURED)
+        found, shares = chosen(early, meter, MEASURED)
         assert found.kept == (ALL if others else {})
-        assert meter.kept_shares == {0: float(others)}
-        assert early.choose(STAGES[3], Extent(32, 17)) is NOTHING, "too long"
-        assert meter.kept_shares == {0: 0.0}
+        assert shares == {0: float(others)}
+        found, shares = chosen(early, meter, Extent(32, 17))
+        assert found is NOTHING, "too long"
+        assert shares == {0: 0.0}
         meter.forget_stage()
         assert early.choose(STAGES[3], MEASURED) is NOTHING
         assert asked == [True, False, False]

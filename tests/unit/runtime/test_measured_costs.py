@@ -113,7 +113,9 @@ def test_some_of_what_could_be_computed_again_is_kept(is_split: bool) -> None:
             ]
         is_again = report.device < 2
         report.again_bytes, report.again_layers = {2: {0: 900.0 * is_again}}, {0: 3}
-        report.kept_shares, report.again_room_bytes = {0: 0.5 if is_again else 0.0}, 1e6 + report.device
+        report.again_room_bytes = 1e6 + report.device
+        for step in report.steps:
+            step.kept_shares = {0: 0.5} if is_again else {}
     costs, part = known(reports).costs(2), 0.6 if is_split else 1.0
     again_s = [share * part * seconds for seconds in run.backward_s[:2]]
     assert costs.ahead_s == pytest.approx([seconds / 2 for seconds in again_s] + [0.0])
@@ -140,10 +142,32 @@ def test_what_was_never_computed_again_by_itself_takes_a_forward() -> None:
     run = Run()
     reports = run.reports()
     for report in reports:
-        report.again_bytes, report.again_layers, report.kept_shares = {2: {0: 900.0}}, {0: 3}, {0: 1.0}
+        report.again_bytes, report.again_layers = {2: {0: 900.0}}, {0: 3}
     again = known(reports).costs(2).again
     assert again is not None
     assert again.seconds == pytest.approx(run.forward_s)
+
+
+def test_what_is_kept_is_known_of_the_steps_that_were_measured() -> None:
+    """The first step of each size keeps nothing. That later ones do makes no device faster for other sizes."""
+    full, one = Run(), Run(size=1)
+    kept = replace(full, backward_s=tuple(b - f for b, f in zip(full.backward_s, full.forward_s, strict=True)))
+
+    def looked(run: Run, share: float) -> Sequence[Report]:
+        reports = run.reports()
+        for report in reports:
+            report.again_bytes, report.again_layers = {2: {0: 900.0}, 1: {0: 450.0}}, {0: 3}
+            for step in report.steps:
+                step.kept_shares = {0: share}
+        return reports
+
+    measured_costs = known(looked(full, 0.0), looked(one, 0.0), looked(kept, 1.0))
+    costs, other = measured_costs.costs(2), measured_costs.costs(1)
+    assert costs.again is not None
+    assert other.again is not None
+    assert (costs.again.kept, other.again.kept) == ((1.0,) * 3, (0.0,) * 3)
+    assert costs.backward_s == pytest.approx(kept.backward_s)
+    assert other.backward_s == pytest.approx(one.backward_s)
 
 
 def test_splitting_costs_nothing_where_only_split_backwards_compute_again() -> None:
