@@ -86,6 +86,8 @@ class EarlyRoom:
         meter.keeps_all_or_nothing = agree is not None
         self._of_what: object = None
         """Program and measured bytes."""
+        self._measured_in: dict[int, Extent] = {}
+        """By micro-batch size, sizes of the step that measured, or measures, what micro-batches need."""
         self._known: dict[int, _Decided] = {}
         """What was decided for them, by the size of the largest micro-batch."""
 
@@ -117,6 +119,8 @@ class EarlyRoom:
     def _decide(self, program: Sequence[Op], most: Extent | None) -> _Decided | None:
         meter, size = self._meter, self._meter.measures_memory_of
         measured = {} if size is None else meter.recomputed_bytes.get(size, {})
+        if size is not None and most is not None and not measured:
+            self._measured_in[size] = most
         # Layers of others have checkpoints of their own.
         again = {chunk: each for chunk, each in measured.items() if each.num_bytes}
         if size is None or not again or most is None or meter.times_single_layers:
@@ -138,6 +142,11 @@ class EarlyRoom:
             if found != NOTHING:
                 self._known[growths] = decided
         if growth >= MEASURED_ANEW and set(decided.shares.values()) != {1.0}:
+            # The longest of a step need not be the one with most tokens: steps alike would be measured for ever.
+            before = self._measured_in.get(size)
+            if before is not None and before.growth(most) < MEASURED_ANEW:
+                return decided
+            self._measured_in[size] = most
             meter.forget_memory(size)
             return None
         return decided

@@ -51,6 +51,19 @@ def test_what_much_longer_micro_batches_need_is_measured_if_it_matters(is_much: 
     assert meter.lacks_memory_of(0, splits=False, recomputes=True) == is_much
 
 
+def test_steps_alike_are_measured_once() -> None:
+    """Micro-batches of as many tokens, few long samples or many short ones: the measured one is not the longest."""
+    meter, most = metered(), Extent(32, 64)
+    early = EarlyRoom(meter, lambda: 6 * (SAVED + AGAIN))
+    assert early.choose(STAGES[0], most) is NOTHING
+    assert meter.lacks_memory_of(0, splits=False, recomputes=True)
+    for _ in range(2):
+        meter.saved_bytes[SIZE] = {0: SAVED}
+        meter.recomputed(AGAIN, MEASURED, 0, LAYERS)
+        assert early.choose(STAGES[0], most).kept
+        assert not meter.lacks_memory_of(0, splits=False, recomputes=True)
+
+
 @pytest.mark.parametrize(("most", "factor"), [(Extent(64, 16), 2), (Extent(64, 32), 4), (Extent(8, 8), 1)])
 def test_longer_micro_batches_need_more(most: Extent, factor: int) -> None:
     """Twice the tokens need twice as much; with twice the length each token also looks at twice as many."""
