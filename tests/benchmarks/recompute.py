@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/recompute.py [--layers 12] [--rooms 0.25 0.5 0.75] [--rounds 8]
 
 Nothing sleeps: two CPU processes train a Llama of random weights under 1F1B, and recompute in backwards, as if there
-were no room to do so early (`early_recomputation.py`). A ``room`` is how much memory a device has: 0 for what the
-fullest stage needs with all layers recomputed, 1 for what it needs with none. ``seconds`` are medians of steps,
+were no room to keep anything else (`early_recomputation.py`). A ``room`` is how much memory a device has: 0 for what
+the fullest stage needs with all layers recomputed, 1 for what it needs with none. ``seconds`` are medians of steps,
 ``bytes`` what the fullest stage needs, as it is counted, and ``layers`` of each stage are recomputed.
 ``faster_than_all`` is the median over the rounds.
 

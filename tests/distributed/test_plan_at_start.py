@@ -443,7 +443,7 @@ def test_stages_go_by_speed_where_devices_are_unequal() -> None:
 
 
 def test_a_slow_device_has_a_layer_for_each_of_its_chunks() -> None:
-    """Of four layers, 3 : 1 by speed, and 2 : 2 in two chunks each."""
+    """Four layers, 3 : 1 by speed, and 2 : 2 in two chunks each."""
     (found,) = each(({}, FEW | {"bytes_per_s": FAST, "last_takes": 3.0}))
     assert (found["shape"], found["method"], found["chunks"]) == ((2, 1), "hetero", None)
     whole, chunks = (

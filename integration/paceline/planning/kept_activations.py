@@ -55,7 +55,7 @@ def as_kept(costs: Costs, order: Schedule | Stream) -> Costs:
 
 
 def _of_rank(costs: Costs, order: Schedule, rank: int, peak: float, waits: Sequence[bool]) -> list[Kept]:
-    """What a rank keeps of each of its chunks."""
+    """Activations that a rank keeps, of each of its chunks."""
     again, stages, alive = costs.again, order.stages[rank], order.most_alive[rank]
     assert again is not None
     kept = _counted(costs, stages, alive, peak, again.room_bytes[rank], waits=any(waits))
@@ -106,7 +106,7 @@ def of_one_stage_a_rank(costs: Costs, alive: Sequence[int]) -> Costs:
 def _counted(
     costs: Costs, stages: Sequence[int], alive: Sequence[int], peak: float, room_bytes: float, *, waits: bool
 ) -> Kept:
-    """What a rank keeps at the moment at which most is alive.
+    """Activations that a rank keeps at the moment at which most is alive.
 
     Args:
         stages: that it holds.

@@ -141,7 +141,7 @@ class Layout:
         )
 
     def _of_layers(self, measured: Sequence[float], parts: Sequence[int]) -> tuple[float, ...]:
-        """What stages have with other boundaries, where each of their layers takes along its part, by its forward."""
+        """Sums of the stages with other boundaries, where each layer takes along its part, by its forward."""
         layers, each = [0.0, *(item.forward_s for item in self.items[1:-1]), 0.0], list[float]()
         for (start, stop), own in zip(pairwise(self.parts), measured, strict=True):
             whole = fsum(layers[start:stop])

@@ -47,7 +47,7 @@ class Extent(NamedTuple):
 
 
 class Recomputed(NamedTuple):
-    """What the layers of a micro-batch keep that were computed again.
+    """Layers of a micro-batch that were computed again, and what they keep then.
 
     Args:
         extent: of that micro-batch.
@@ -92,7 +92,7 @@ class EarlyRoom:
         """What was decided for them, by the size of the largest micro-batch."""
 
     def choose(self, program: Sequence[Op], most: Extent | None) -> Keeping:
-        """What a step keeps, of which there is room also for its largest micro-batches. Collective with ``agree``.
+        """Decide what a step keeps: there is room for it also in its largest micro-batches. Collective with ``agree``.
 
         Args:
             program: of the step on this rank.

@@ -305,7 +305,7 @@ class Costs:
 
 
 def _written() -> list[Field[Any]]:
-    """What is in files."""
+    """Fields that are in files."""
     return [field for field in fields(Costs) if field.name != "again"]
 
 

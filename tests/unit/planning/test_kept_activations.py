@@ -65,7 +65,7 @@ def test_everything_that_has_room_is_kept_and_nothing_that_has_none(name: str) -
 
 
 def replayed_share(order: Schedule, rank: int, room: float) -> tuple[float, bool]:
-    """What the executor would keep."""
+    """The executor's own choice."""
     chunks, stages = range(order.num_chunks), order.stages[rank]
     waits = [chunk for chunk in chunks if stages[chunk] < order.num_stages - 1]
     again = dict.fromkeys(chunks, Layers(AGAIN, LAYERS))

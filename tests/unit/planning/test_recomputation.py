@@ -224,7 +224,7 @@ def test_boundaries_that_do_not_fit_say_which_stage() -> None:
 
 @pytest.mark.parametrize("halves", [False, True])
 def test_what_stages_compute_again(halves: bool) -> None:
-    """Of each, all recomputed layers at once; of halves, each counts half of its whole layer."""
+    """All recomputed layers of each at once; a half counts half of its whole layer."""
     items = [ItemMemory(str(number), 10, 50.0, 5.0, 7.0, is_second=halves and number in (2, 4)) for number in range(6)]
     which = (1, 2, 3, 4)
     again = recomputed(items, which)

@@ -32,7 +32,7 @@ def metered() -> Meter:
 
 
 def chosen(early: EarlyRoom, meter: Meter, most: Extent) -> tuple[Keeping, dict[int, float]]:
-    """What the last stage keeps in a step, and the shares that are recorded with its times."""
+    """Choice of the last stage in a step, and the shares that are recorded with its times."""
     meter.recorder.begin()
     found = early.choose(STAGES[3], most)
     meter.recorder.end()

@@ -103,7 +103,7 @@ def test_what_ran_before_a_gradient_was_there_is_a_part_of_its_backward(is_split
 
 @pytest.mark.parametrize("is_split", [False, True])
 def test_some_of_what_could_be_computed_again_is_kept(is_split: bool) -> None:
-    """Of every other micro-batch of two stages. The third one computes nothing again."""
+    """Every other micro-batch of two stages is kept. The third one computes nothing again."""
     run, share = Run(), 0.3
     reports = early(split(run.reports(), 0.4) if is_split else run.reports(), share, stages=(0, 1))
     for report in reports:
