@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..measure.container_memory import CGROUP, memory_limits
 from ..messages import named
 from ..supervise.build_locks import YOUNG_S, extension_folders, locks
 from .finding import NOTE, OK, PROBLEM, Finding
@@ -44,8 +45,6 @@ PLACES = {
 
 LITTLE_ROOM = 10 * GIB
 _SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
-_CGROUPS = ("memory.max", "memory/memory.limit_in_bytes")
-"""Where a container finds its limit, by control groups of version 2 and 1."""
 
 
 def look(output_dir: str = "", deepspeed: str = "", place: Place | None = None) -> list[Finding]:
@@ -224,7 +223,7 @@ def check_sharing(count: int, place: Place | None, variables: Mapping[str, str])
         yield Finding(PROBLEM if place is not None else NOTE, "CUDA_DEVICE_MAX_CONNECTIONS", text, remedy)
 
 
-def machine(cgroup: str | os.PathLike[str] = "/sys/fs/cgroup") -> Iterator[Finding]:
+def machine(cgroup: str | os.PathLike[str] = CGROUP) -> Iterator[Finding]:
     """Cores and memory that this process may have."""
     import psutil
 
@@ -232,10 +231,9 @@ def machine(cgroup: str | os.PathLike[str] = "/sys/fs/cgroup") -> Iterator[Findi
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} logical cores"
     room = f"{_gib(memory.available)} of {_gib(memory.total)} memory free"
     yield Finding(OK, "machine", f"{socket.gethostname()}, {platform.platform()}, {cores}, {room}")
-    for path in (Path(cgroup) / name for name in _CGROUPS):
-        limit = path.read_text().strip() if path.exists() else ""
-        if limit.isdecimal() and int(limit) < memory.total:  # "max", or a number above all, for no limit
-            text = f"may use {_gib(int(limit))} of memory: what takes more is killed without a word"
+    for limit in memory_limits(cgroup):
+        if limit.limit_bytes < memory.total:
+            text = f"may use {_gib(limit.limit_bytes)} of memory: what takes more is killed without a word"
             yield Finding(NOTE, "container", text)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .container_memory import container_room_bytes
+
 
 def peak_bytes(device: torch.device) -> int:
     """Most memory held so far: allocated on the device, or resident on the CPU."""
@@ -16,9 +18,7 @@ def available_bytes(device: torch.device, num_ranks: int) -> int:
     """Memory that each of the ``num_ranks`` ranks on this device may plan with: of a CPU, what the machine has free."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // num_ranks
-    import psutil
-
-    return psutil.virtual_memory().available // num_ranks
+    return _host_bytes() // num_ranks
 
 
 def plannable_bytes(device: torch.device, num_ranks: int) -> int:
@@ -33,9 +33,14 @@ def room_bytes(device: torch.device, num_ranks: int) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(0.9 * (free / num_ranks + cached))
+    return int(0.9 * _host_bytes()) // num_ranks
+
+
+def _host_bytes() -> int:
+    """Free memory of the machine, or of the container that this process is in."""
     import psutil
 
-    return int(0.9 * psutil.virtual_memory().available) // num_ranks
+    return int(min(psutil.virtual_memory().available, container_room_bytes()))
 
 
 def _resident_peak_bytes() -> int:
