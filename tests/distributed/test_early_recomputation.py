@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -158,6 +159,20 @@ def test_what_has_room_is_not_computed_again(name: str) -> None:
         again = sum(of_rank[step] for of_rank in some) - count * len(some)
         assert 0 < again <= count * len(some)
         assert name != EXPERTS or [of_rank[step] for of_rank in some] == [2 * count] * 2 + [count] * 2
+
+
+def off_on_one_rank(case: Case) -> dict[str, Any]:
+    """The variable of the environment is set where a launcher brought it."""
+    with pytest.MonkeyPatch.context() as patched:
+        if os.environ["RANK"] == "1":
+            patched.setenv("PACELINE_RECOMPUTE_EARLY", "0")
+        return trained(case, ALL)
+
+
+def test_a_rank_that_keeps_nothing_is_heard_by_those_that_share_its_experts() -> None:
+    case = replace(CASES[EXPERTS], stages=1)
+    for found in run_ranks(off_on_one_rank, 2, case):
+        assert Counter(found["forwards"]) == dict.fromkeys(range(STEPS), MICRO_BATCHES)
 
 
 def rooms(case: Case) -> tuple[float, float, int]:

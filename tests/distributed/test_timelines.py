@@ -133,7 +133,7 @@ def test_a_step_is_recorded_that_was_flushed_at_its_end(tmp_path: Path) -> None:
 
 
 SLEEPS_S = 0.2
-"""Of each forward of the second replica."""
+"""Seconds of each forward of the second replica."""
 
 
 def train_unequal(folder: Path) -> None:

@@ -170,12 +170,13 @@ def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
     schedule, device = engine.plan.schedule, torch.device(engine.device)
     if not isinstance(engine.module, CausalLMPipeline) or schedule.is_asynchronous:
         return None
-    if os.environ.get(RECOMPUTE_EARLY) == "0":
-        return None
+    groups, is_off = engine.module.expert_groups, os.environ.get(RECOMPUTE_EARLY) == "0"
+    if is_off and groups.size == 1:
+        return None  # of ranks that share experts each is asked: launchers may bring the variable to some only
     whole = engine.plan.partition_choice.memory_bytes
 
     def room() -> float:
-        if engine.global_steps == engine.skipped_steps:
+        if is_off or engine.global_steps == engine.skipped_steps:
             return 0.0  # the optimizer's first step makes its states
         free = step_room_bytes(device, engine.optimizer)
         rooms = [free * UNFRAGMENTED if device.type == "cuda" else free]
@@ -186,7 +187,6 @@ def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
             rooms.append(whole - bytes_per_parameter(engine.module, engine.optimizer)[0] * num_parameters)
         return min(rooms)
 
-    groups = engine.module.expert_groups
     return EarlyRoom(engine.meter, room, logs=engine.global_rank == 0, agree=groups.agree if groups.size > 1 else None)
 
 

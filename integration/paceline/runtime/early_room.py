@@ -89,7 +89,7 @@ class EarlyRoom:
         self._measured_in: dict[int, Extent] = {}
         """By micro-batch size, sizes of the step that measured, or measures, what micro-batches need."""
         self._known: dict[int, _Decided] = {}
-        """What was decided for them, by the size of the largest micro-batch."""
+        """Decisions for them, by the size of the largest micro-batch."""
 
     def choose(self, program: Sequence[Op], most: Extent | None) -> Keeping:
         """Decide what a step keeps: there is room for it also in its largest micro-batches. Collective with ``agree``.

@@ -61,7 +61,7 @@ class MeasuredCosts:
     """Seconds of what one micro-batch computed again, as a part of its forward, by micro-batch size, one number a cell;
     0 where that was never measured by itself."""
     again_bytes: dict[int, list[float]] = field(default_factory=dict)
-    """What a micro-batch keeps more where nothing is computed again, by size, one number a stage."""
+    """Bytes that a micro-batch keeps more where nothing is computed again, by size, one number a stage."""
     again_layers: list[int] = field(default_factory=list)
     """Layers of each stage that this is of, at least 1."""
     kept_shares: dict[int, list[float]] = field(default_factory=dict)

@@ -35,9 +35,9 @@ class Meter:
         self._most_deferred_bytes: dict[int, dict[int, float]] = {}
         """The most that it can be, until it is measured."""
         self.recomputed_bytes: dict[int, dict[int, Recomputed]] = {}
-        """What a micro-batch's layers keep once they are computed again, by micro-batch size and chunk."""
+        """Bytes that a micro-batch's layers keep once they are computed again, by micro-batch size and chunk."""
         self.again_room_bytes = 0.0
-        """What all that was alive might take in the last step of which that was decided."""
+        """Bytes that all that was alive might take in the last step of which that was decided."""
         self.keeps_all_or_nothing = False
         """Whether a step keeps all of them or none."""
         self.measures_memory_of: int | None = None

@@ -23,7 +23,7 @@ def group(folder: Path, names: tuple[str, str, str], limit: object, used: int = 
 
 @pytest.mark.parametrize(("names", "folder", "controllers"), [(V2, "", ""), (V1, "memory", "cpu,memory")])
 def test_the_tightest_group_counts(tmp_path: Path, names: tuple[str, str, str], folder: str, controllers: str) -> None:
-    """Of what is used, files do not count that the kernel drops when memory is short."""
+    """Files that the kernel drops when memory is short do not count as used."""
     base, own = tmp_path / "mounted" / folder, tmp_path / "own"
     group(base, names, "max" if names is V2 else 2**63 - 4096, used=900)
     group(base / "jobs", names, 1000, used=800, files=300)
