@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import cast
 
 import deepspeed.comm
 import torch.distributed as dist
@@ -82,7 +83,22 @@ def gloo_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = N
         the group, or ``GroupMember.NON_GROUP_MEMBER`` on other ranks.
     """
     with unbound(), naming_the_interface():
-        return dist.new_group(None if ranks is None else list(ranks), backend="gloo", timeout=timeout)
+        return new_group(ranks, timeout, backend="gloo")
+
+
+def new_group(
+    ranks: Sequence[int] | None = None, timeout: timedelta | None = None, *, backend: str | None = None
+) -> dist.ProcessGroup:
+    """As :func:`gloo_group`, of the job's own backend.
+
+    Args:
+        backend: another one.
+    """
+    # Torch 2.15 declares that it is a number on other ranks.
+    return cast(
+        dist.ProcessGroup,
+        dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=timeout),
+    )
 
 
 def groups_here() -> set[dist.ProcessGroup]:

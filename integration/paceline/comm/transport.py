@@ -33,7 +33,7 @@ from torch import Tensor
 from ..measure.clock import Moment, WorkTimes, work_times
 from ..measure.device_of_thread import on_this_device
 from .formats import Format, Parcel, on_the_wire, unpack
-from .groups import gloo_group
+from .groups import gloo_group, new_group
 from .shapes import GivenShapes, Meta, Shapes, Value, announce, meta_of, read_announcement, show, tensors_of
 from .staging import Staging
 
@@ -592,7 +592,7 @@ def _paired_groups(
 ) -> dict[tuple[int, int], Any]:
     groups = {}
     for pipe in pipes:
-        group = dist.new_group(sorted(set(pipe)), timeout=TIMEOUT) if given is None else given
+        group = new_group(sorted(set(pipe)), TIMEOUT) if given is None else given
         if rank not in pipe:
             continue
         dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)

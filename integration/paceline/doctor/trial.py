@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ..comm.control import ControlPlane
+from ..comm.groups import new_group
 from ..comm.staging import shares_gpu
 from ..comm.transport import TIMEOUT
 from ..json_values import or_null
@@ -104,7 +105,7 @@ def examine(watch: Watch, device: torch.device, output_dir: str, found: dict[str
     found["speed"] = device_speed(device)
     watch.doing("making the group of the tensors", EVERYONE)
     # The watch limits waits and names the rank to blame; the group of `join` has a limit of its own.
-    group = dist.new_group(ranks, timeout=TIMEOUT)
+    group = new_group(ranks, TIMEOUT)
     for name, exchange in (("all_reduce", dist.all_reduce), ("all_to_all", _all_to_all)):
         watch.doing(f"exchanging by {name}", EVERYONE)
         exchange(torch.zeros(1 << 16, device=device), group=group)

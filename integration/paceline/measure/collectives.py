@@ -84,7 +84,7 @@ def agreed(values: Sequence[float], device: torch.device) -> list[float]:
     return (together / dist.get_world_size()).tolist()
 
 
-def slowest_s(work: Callable[[], None], group: Any, device: torch.device) -> float:
+def slowest_s(work: Callable[[], object], group: Any, device: torch.device) -> float:
     """Median seconds of ``work`` on the rank of ``group`` where that is longest; all begin together."""
 
     def timed() -> float:

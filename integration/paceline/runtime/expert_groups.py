@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..comm.groups import gloo_group
+from ..comm.groups import gloo_group, new_group
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ExpertGroups:
 
 
 def _own_of(
-    groups: Sequence[list[int]], rank: int, make: Callable[[list[int]], dist.ProcessGroup] = dist.new_group
+    groups: Sequence[list[int]], rank: int, make: Callable[[list[int]], dist.ProcessGroup] = new_group
 ) -> dist.ProcessGroup:
     """Makes all groups, on all ranks in the same order."""
     made = [make(ranks) for ranks in groups]

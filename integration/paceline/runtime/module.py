@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..comm.control import ControlPlane
+from ..comm.groups import new_group
 from ..comm.transport import TIMEOUT
 from ..config import exclusion
 from ..config.exclusions import HEAD, ROUTER_LOSS
@@ -559,7 +560,7 @@ class CausalLMPipeline(PipelineModule):
         comms = {}
         for replica in range(self._grid.data_parallel_size):
             ranks = [self._grid.stage_to_global(stage_id=device, data=replica) for device in ends]
-            group = torch.distributed.new_group(ranks, timeout=TIMEOUT)  # how long one waits, the watch knows
+            group = new_group(ranks, TIMEOUT)  # how long one waits, the watch knows
             if self.global_rank in ranks:
                 model = self.models[self.held.index(0 if self.global_rank == ranks[0] else self.num_virtual_stages - 1)]
                 embedding = self.anatomy.trunk_of(model).get_submodule(self.anatomy.embedding)
@@ -579,7 +580,7 @@ class CausalLMPipeline(PipelineModule):
                 if not slices or device == first:
                     continue
                 ranks = [self._grid.stage_to_global(stage_id=each, data=replica) for each in (first, device)]
-                group = torch.distributed.new_group(ranks, timeout=TIMEOUT)
+                group = new_group(ranks, TIMEOUT)
                 if self.global_rank not in ranks:
                     continue
                 model = self.models[self.held.index(0 if self.global_rank == ranks[0] else stage)]

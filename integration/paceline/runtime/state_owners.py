@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.groups import new_group
 from ..comm.transport import TIMEOUT
 from ..config.schedules import ScheduleChoice
 from ..config.section import value_at
@@ -87,7 +88,7 @@ class Mirrors:
             found = []
             for devices in sets:
                 ranks = sorted(pipe[device] for pipe in pipes for device in devices)
-                group = dist.new_group(ranks, timeout=TIMEOUT) if len(ranks) > 1 else None
+                group = new_group(ranks, TIMEOUT) if len(ranks) > 1 else None
                 owners = {
                     stage: None if equal_parts else tuple(sorted(ranks.index(pipe[routes[0][stage]]) for pipe in pipes))
                     for stage in directions.stages_of(devices[0], routes)
@@ -97,13 +98,13 @@ class Mirrors:
 
         alike = holders(pipes)
         models = [sorted(ranks) for ranks in zip(*(ranks for ranks, _ in alike), strict=True)]
-        model_groups = [dist.new_group(ranks, timeout=TIMEOUT) if len(ranks) > 1 else None for ranks in models]
+        model_groups = [new_group(ranks, TIMEOUT) if len(ranks) > 1 else None for ranks in models]
         sharing = alike
         if num_sharing > 1:
             sharing = [one for place in range(num_sharing) for one in holders(pipes[place::num_sharing])]
         model_group = next(g for g, ranks in zip(model_groups, models, strict=True) if rank in ranks)
         own, experts = (next(h for ranks, h in found if rank in ranks) for found in (alike, sharing))
-        planning = [dist.new_group(ranks) for ranks, _ in alike] if plans else [None] * len(alike)
+        planning = [new_group(ranks) for ranks, _ in alike] if plans else [None] * len(alike)
         return cls(own, experts, model_group, planning[next(n for n, (ranks, _) in enumerate(alike) if rank in ranks)])
 
 
