@@ -9,7 +9,6 @@ The learning rate's scheduler, the loss scale and clipping are the engine's, as 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
@@ -29,24 +28,22 @@ from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from ..comm.control import ControlPlane
 from ..comm.groups import end_left_groups, end_with, groups_here
 from ..config import PacelineConfig, RunPlan, read_ds_config
-from ..config.section import value_at
 from ..data.packing import require_packable
 from ..hf.check import require_language_model, require_supported
 from ..hf.peft import config_of_adapters, unwrapped
-from ..hf.stage import CUT, is_called_as_stage, require_whole
+from ..hf.stage import CUT, require_whole
 from ..patches.deepspeed_ops import NO_SHM_COMM
 from ..patches.registry import apply, warn_of_changes
 from ..patches.repairs import repair_deepspeed
 from ..patches.transformers_trainer import OVERRIDES
 from ..report.metrics import table
 from ..report.run_records import tokens_so_far
-from ..state.named import REPLICATED
 from ..supervise.output_lock import claimed
 from ..supervise.watch import WATCH
 from .builder import build_pipeline
@@ -59,8 +56,12 @@ from .run_log import RunLog
 from .startup import plan_for
 from .trainer_batches import EvaluatedAhead, Seeing, StepsOfEpoch, without_extras
 from .trainer_loss import averages_alone, is_computing, trainers_loss
+from .trainer_model import Counted, stand_in
+from .trainer_optimizer import Stepped, parameter_groups
+from .trainer_optimizer import keep_embeddings_wide as _keep_embeddings_wide
+from .trainer_optimizer import make_optimizer as _make_optimizer
 from .trainer_preemption import take_over, watched
-from .trainer_refusals import ASKED, asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
+from .trainer_refusals import asks_for_pipeline, refused, refused_combining, refused_kind, refused_shape
 from .trainers_checkpoints import (
     checked,
     naming_the_one_before,
@@ -97,7 +98,8 @@ class PipelineTraining(_Trainer):
         class MyPipelineTrainer(PipelineTraining, MyTrainer): ...
 
     Without ``"paceline": {"pipeline": …}`` in the DeepSpeed JSON it is that Trainer, whose DeepSpeed reads the other
-    parts of the section (experts, natural gradients, averaging between islands).
+    parts of the section (experts, natural gradients, averaging between islands). Its methods are many, since Trainer
+    has as many places where a pipeline differs: nearly all are Trainer's own, overridden.
 
     Raises:
         ValueError: the JSON asks for a pipeline and the script for what none can do (:func:`refused`).
@@ -196,7 +198,7 @@ class PipelineTraining(_Trainer):
         whole = unwrapped(model)
         if hasattr(self, "router_aux_loss_coef") and hasattr(whole, "router_aux_loss_coef"):
             whole.router_aux_loss_coef = self.router_aux_loss_coef  # TRL's SFTConfig has one
-        counted = _Counted(whole)
+        counted = Counted(whole)
         self.pipeline = build_pipeline(
             model, hf_config, resolved, control, gradient_checkpointing=bool(recomputes), timeout=patience
         )
@@ -205,10 +207,7 @@ class PipelineTraining(_Trainer):
         group = grid.get_data_parallel_group()
         self._shares = ReplicaShares(grid.data_parallel_size, grid.data_parallel_id, group)
         if getattr(whole, CUT, False):
-            for part in (model, whole):
-                part.generate, part.save_pretrained = _WholeModelOnly("generate"), _WholeModelOnly("save_pretrained")
-                part.num_parameters = counted
-            whole.register_forward_pre_hook(_refuse_calls)
+            stand_in(model, whole, counted)
         self._resolved, self._built_of, self._engine = resolved, model, None
         return self.pipeline
 
@@ -232,7 +231,7 @@ class PipelineTraining(_Trainer):
             plan = replace(plan, ds_config={key: v for key, v in plan.ds_config.items() if key != "optimizer"})
         engine, _, _, lr_scheduler = initialize(
             model=pipeline,
-            model_parameters=self._parameter_groups(pipeline, plan.ds_config),
+            model_parameters=parameter_groups(self, pipeline.models, plan.ds_config),
             optimizer=None if names_optimizer else partial(_make_optimizer, self),
             lr_scheduler=None if "scheduler" in plan.ds_config else scheduler,
             config=plan,
@@ -241,25 +240,12 @@ class PipelineTraining(_Trainer):
             _keep_embeddings_wide(self, engine, pipeline)
         engine.own_loss = trainers_loss(self, pipeline._grid.data_parallel_size)
         self._engine = self.deepspeed = self.model_wrapped = engine
-        self.optimizer = _Stepped(engine)
+        self.optimizer = Stepped(engine)
         self.lr_scheduler = DeepSpeedSchedulerWrapper(lr_scheduler, [self.optimizer])
         self.accelerator._models[:] = [engine]  # or it would prepare the model itself
         self.accelerator._optimizers[:] = [self.optimizer]
         self.accelerator.deepspeed_engine_wrapped = None
         return engine
-
-    def _parameter_groups(self, pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """As Trainer groups them: what decays, and norms and biases, which do not."""
-        does_decay: dict[nn.Parameter, bool] = {}  # a rank with both ends of the pipeline has one tied weight
-        for model in pipeline.models:
-            decays = set(self.get_decay_parameter_names(model))
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    does_decay.setdefault(parameter, name in decays)
-        groups = {kind: [p for p, decays in does_decay.items() if decays is kind] for kind in (True, False)}
-        decay = value_at(ds_config, "optimizer.params.weight_decay")
-        decay = self.args.weight_decay if decay is None else decay
-        return [{"params": groups[True], "weight_decay": decay}, {"params": groups[False], "weight_decay": 0.0}]
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -609,83 +595,6 @@ class PacelineTrainer(PipelineTraining, Trainer):
     """
 
 
-class _WholeModelOnly:
-    """In place of a method of the whole model, on a model that is a stage now."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(
-            f"model.{self._name} was called and the model is one stage of a pipeline: write the whole one with "
-            "trainer.save_model (on all ranks), and load that with from_pretrained."
-        )
-
-
-class _Counted:
-    """In place of ``num_parameters`` of a model that is a stage now: the whole model's, for Trainer and trackers."""
-
-    def __init__(self, whole: PreTrainedModel) -> None:
-        choices = itertools.product((False, True), repeat=2)
-        self._found = {choice: int(whole.num_parameters(*choice)) for choice in choices}
-
-    def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        return self._found[bool(only_trainable), bool(exclude_embeddings)]
-
-
-def _refuse_calls(model: PreTrainedModel, args: Any) -> None:
-    if not is_called_as_stage(model):
-        raise ValueError(
-            "the model was called and it is one stage of a pipeline: give trainer.evaluate or trainer.predict the "
-            "data (on all ranks), or load what trainer.save_model writes."
-        )
-
-
-class _Stepped(torch.optim.Optimizer):
-    """The engine's optimizer as Trainer and callbacks see it: its groups and states; steps are taken already."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._skipped = engine.skipped_steps
-        self.defaults = dict(engine.basic_optimizer.defaults)
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self._engine.basic_optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self._engine.basic_optimizer.state
-
-    @property
-    def step_was_skipped(self) -> bool:
-        before, self._skipped = self._skipped, self._engine.skipped_steps
-        return bool(self._skipped > before)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        pass
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of this rank's part."""
-        found: dict[str, Any] = self._engine.basic_optimizer.state_dict()
-        return found
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        raise ValueError(
-            "optimizer.load_state_dict was called, and each rank of a pipeline has a part of the optimizer: give "
-            "trainer.train(resume_from_checkpoint=…) a checkpoint, which has all of it."
-        )
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return self._engine.basic_optimizer.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        return self._engine.basic_optimizer.register_step_post_hook(hook)
-
-
 def _given(args: TrainingArguments) -> set[str]:
     """Flags that are not left at what they are by themselves, and the batch, which is Trainer's to say."""
     found = {f.name for f in fields(args) if f.init and getattr(args, f.name) != f.default}
@@ -730,47 +639,3 @@ def _count_steps(args: TrainingArguments, dataset: Any, resolved: RunPlan) -> in
     batches = rows // batch if args.dataloader_drop_last else math.ceil(rows / batch)
     steps: int = math.ceil(args.num_train_epochs * max(1, math.ceil(batches / resolved.micro_batches)))
     return steps
-
-
-def _asked_optimizer(trainer: Any) -> tuple[Any, dict[str, Any]]:
-    """Class and arguments of the optimizer that the script or the TrainingArguments name."""
-    given = trainer.optimizer_cls_and_kwargs
-    found: tuple[Any, dict[str, Any]] = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    return found
-
-
-def _make_optimizer(trainer: Any, groups: Any) -> torch.optim.Optimizer:
-    """The one that the TrainingArguments name, or the script's ``optimizer_cls_and_kwargs``."""
-    args = trainer.args
-    made, options = _asked_optimizer(trainer)
-    if args.device.type == "cpu":  # as the optimizers of the JSON
-        options = {key: value for key, value in options.items() if key != "fused"}
-    name = str(getattr(args.optim, "value", args.optim))
-    is_plain = isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
-    if not is_plain or {"params", "model", "optimizer_dict"} & options.keys() or "schedule_free" in name:
-        raise ValueError(
-            f"optim is {name!r} and {ASKED}: it is made of the whole model, or told of each training and "
-            "evaluation, and a stage has its own parameters only; choose one of torch.optim's, such as "
-            "adamw_torch, or name one in the JSON."
-        )
-    optimizer: torch.optim.Optimizer = made(groups, **options)
-    return optimizer
-
-
-def _keep_embeddings_wide(trainer: Any, engine: Any, pipeline: CausalLMPipeline) -> None:
-    """Have bitsandbytes' optimizers of 8 bits keep the states of embeddings in 32 bits, as Trainer has them."""
-    made, options = _asked_optimizer(trainer)
-    if "bitsandbytes" not in str(made) or options.get("optim_bits") != 8:
-        return
-    basic = engine.basic_optimizer
-    modules = [module for model in pipeline.models for module in model.modules()]
-    wide = {module.weight for module in modules if isinstance(module, nn.Embedding)}
-    masters = {
-        id(owned.master)
-        for owned in engine.optimizer.owned
-        if owned.parameter in wide or getattr(owned.parameter, REPLICATED, False)  # the same weight on another stage
-    }
-    for number, group in enumerate(basic.param_groups):
-        for place, master in enumerate(group["params"]):
-            if id(master) in masters:
-                basic.mng.index2config[number, place] = {"optim_bits": 32}

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Trainer, TrainingArguments
 
-from paceline.runtime.trainer import _keep_embeddings_wide, _make_optimizer
+from paceline.runtime.trainer_optimizer import keep_embeddings_wide, make_optimizer
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -24,7 +24,7 @@ def test_adamw_is_fused_on_a_gpu_where_it_is_asked_for(device: str, optim: str) 
     trainer = SimpleNamespace(args=args, optimizer_cls_and_kwargs=chosen)
     with FakeTensorMode():
         weight = nn.Parameter(torch.ones(2, 2, device=device))
-        optimizer = _make_optimizer(trainer, [{"params": [weight]}])
+        optimizer = make_optimizer(trainer, [{"params": [weight]}])
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     is_fused = device == "cuda" and optim == "adamw_torch_fused"
@@ -48,5 +48,5 @@ def test_embeddings_keep_wide_states(bits: int) -> None:
     )
     trainer = SimpleNamespace(optimizer_cls_and_kwargs=(kind, {"optim_bits": bits}))
     pipeline: Any = SimpleNamespace(models=[model])
-    _keep_embeddings_wide(trainer, engine, pipeline)
+    keep_embeddings_wide(trainer, engine, pipeline)
     assert told == ({(1, 1): {"optim_bits": 32}, (1, 2): {"optim_bits": 32}} if bits == 8 else {})
