@@ -100,8 +100,8 @@ class EarlyRoom:
         """
         meter, decided = self._meter, self._decide(program, most)
         if self._agree is not None:
-            is_whole = decided is not None and set(decided.shares.values()) == {1.0}
-            if not self._agree(is_whole) and decided is not None:
+            is_whole = self._agree(decided is not None and decided.is_whole)
+            if not is_whole and decided is not None:
                 decided = _Decided(NOTHING, dict.fromkeys(decided.shares, 0.0), decided.room_bytes)
         if decided is None:
             return NOTHING
@@ -125,14 +125,16 @@ class EarlyRoom:
         again = {chunk: each for chunk, each in measured.items() if each.num_bytes}
         if size is None or not again or most is None or meter.times_single_layers:
             return None
-        growth = max(1.0, *(each.extent.growth(most) for each in again.values()))
-        growths = ceil(GROWTHS * log2(growth * (UNEVEN if self._agree is not None else 1.0)))
+        growth = max(each.extent.growth(most) for each in again.values())
         saved, deferred = meter.saved_bytes.get(size, {}), meter.deferred_bytes.get(size, {})
         of_what = (tuple(program), size, again, dict(saved), dict(deferred))
         if self._of_what != of_what:
             self._of_what, self._known = of_what, {}
-        decided = self._known.get(growths)
-        if decided is None:
+
+        def decision(growth: float) -> _Decided:
+            growths = ceil(GROWTHS * log2(growth * (UNEVEN if self._agree is not None else 1.0)))
+            if growths in self._known:
+                return self._known[growths]
             room = self._room_bytes() / 2 ** (growths / GROWTHS)
             layers = {chunk: Layers(each.num_bytes, each.layers) for chunk, each in again.items()}
             actions = [Action(_KINDS[op.kind], op.micro_batch, op.chunk) for op in program if op.kind in _KINDS]
@@ -141,7 +143,12 @@ class EarlyRoom:
             decided = _Decided(found, kept_shares(found, actions, layers), room)
             if found != NOTHING:
                 self._known[growths] = decided
-        if growth >= MEASURED_ANEW and set(decided.shares.values()) != {1.0}:
+            return decided
+
+        decided = decision(max(growth, 1.0))
+        if growth < 1.0 and not decided.is_whole:
+            return decision(growth)
+        if growth >= MEASURED_ANEW and not decided.is_whole:
             # The longest of a step need not be the one with most tokens: steps alike would be measured for ever.
             before = self._measured_in.get(size)
             if before is not None and before.growth(most) < MEASURED_ANEW:
@@ -157,3 +164,8 @@ class _Decided(NamedTuple):
     shares: dict[int, float]
     """By chunk."""
     room_bytes: float
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is kept."""
+        return set(self.shares.values()) == {1.0}

@@ -64,9 +64,10 @@ def test_steps_alike_are_measured_once() -> None:
         assert not meter.lacks_memory_of(0, splits=False, recomputes=True)
 
 
-@pytest.mark.parametrize(("most", "factor"), [(Extent(64, 16), 2), (Extent(64, 32), 4), (Extent(8, 8), 1)])
-def test_longer_micro_batches_need_more(most: Extent, factor: int) -> None:
-    """Twice the tokens need twice as much; with twice the length each token also looks at twice as many."""
+@pytest.mark.parametrize(("most", "factor"), [(Extent(64, 16), 2), (Extent(64, 32), 4), (Extent(8, 8), 0.25)])
+def test_longer_micro_batches_need_more(most: Extent, factor: float) -> None:
+    """Twice the tokens need twice as much; with twice the length each token also looks at twice as many. What shorter
+    ones than those that were measured need falls with their tokens: a long one that came once is long past."""
     need = factor * (4 * (SAVED + AGAIN) + SAVED)
     assert EarlyRoom(metered(), lambda: need).choose(STAGES[0], most) == Keeping(True, ALL)
     assert EarlyRoom(metered(), lambda: need - 1).choose(STAGES[0], most).kept != ALL, "some of it, or it is measured"
