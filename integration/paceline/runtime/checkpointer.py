@@ -27,6 +27,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..state.named import COPY, pieces, place, rest_of
 from ..state.rank_states import ParameterGroups, RankStates, SavedPart
 from ..supervise.expected import expecting_all
+from .own_run import OwnRun
 
 logger = logging.getLogger("paceline")
 
@@ -117,6 +118,7 @@ class Checkpointer:
         self._groups, self._scheduler, self._learned, self._run = groups, scheduler, dict(learned), dict(run)
         self._experts, self._settle, self._write_model = experts, settle, write_model
         self._is_quantised = is_quantised
+        self._own = OwnRun(model, optimizer)
         self._is_first = control.rank == 0
         self._writer: CheckpointWriter | None = None
 
@@ -244,16 +246,11 @@ class Checkpointer:
             raise ValueError(f"client_state is a {type(client_state).__name__}: it must be a dict; make it one.")
         return {
             **{name: getattr(self._counters, name) for name in COUNTERS},
-            "optimizer": self._optimizer_name(),
+            "optimizer": self._own.optimizer_name,
             "loss_scale": {} if self._groups is None else self._groups.loss_scale(),
             "client_state": dict(client_state or {}),
             "shape": self._shape(),
-            "model": {
-                "dtype": self._dtype_name(),
-                "adapter": self._adapter_name(),
-                "adapter_scale": self._adapter_scale(),
-                "began_with": self._began_with(),
-            },
+            "model": self._own.model(),
         }
 
     def _rank_state(self) -> dict[str, object]:
@@ -269,25 +266,6 @@ class Checkpointer:
         for write in (self._write_model, more):
             if write is not None:
                 write(draft)
-
-    def _optimizer_name(self) -> str | None:
-        return None if self._optimizer is None else type(self._optimizer.optimizer).__name__
-
-    def _dtype_name(self) -> str:
-        return str(next(self._model.parameters()).dtype).removeprefix("torch.")
-
-    def _adapter_name(self) -> str | None:
-        name: str | None = getattr(getattr(self._model, "adapters", None), "name", None)
-        return name
-
-    def _adapter_scale(self) -> dict[str, object]:
-        scale: dict[str, object] = getattr(getattr(self._model, "adapters", None), "scale", {})
-        return scale
-
-    def _began_with(self) -> str | None:
-        """The directory of the model that the run began with, if it has one."""
-        name = getattr(getattr(self._model, "config", None), "name_or_path", "")
-        return str(Path(name).resolve()) if name and Path(name).is_dir() else None
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -326,14 +304,13 @@ class Checkpointer:
             checkpoint = Checkpoint.open(path)
             checkpoint.verify(self._control.rank, self._world_size)
             rank_states = [] if load_module_only else checkpoint.rank_states
-        self._warn_of_dtype(checkpoint)
-        self._warn_of_scale(checkpoint)
-        if not load_module_only:
-            self._warn_of_batch(checkpoint)
+        shape = None if load_module_only else self._shape()
+        if self._is_first:
+            self._own.warn_of_differences(checkpoint, shape)
         states = load_optimizer_states and not load_module_only and self._can_have_states(checkpoint)
         trained_only = checkpoint.meta["trained_only"] or not load_module_strict
         names = set().union(*self._control.gather({name for name, _ in rest_of(self._model, None)}))
-        way_out = self._way_out(checkpoint)
+        way_out = self._own.way_out(checkpoint)
         with self._control.together(f"loading {path}"), _does_not_fit(path, way_out):
             self._check_all_have_a_place(checkpoint, names, is_strict=load_module_strict)
             if states and not trained_only:
@@ -364,20 +341,14 @@ class Checkpointer:
             logger.warning("%s has no checkpoint: nothing is loaded, and load_checkpoint returns (None, {})", root)
         return None if tag is None else root / tag
 
-    def _warn_of_dtype(self, checkpoint: Checkpoint) -> None:
-        saved, own = checkpoint.meta["model"]["dtype"], self._dtype_name()
-        if self._is_first and saved != own:
-            logger.warning("%s was trained in %s, this run goes on in %s", checkpoint.path, saved, own)
-
-    def _warn_of_scale(self, checkpoint: Checkpoint) -> None:
-        saved, own = checkpoint.meta["model"].get("adapter_scale", {}), self._adapter_scale()
-        for name in (name for name in own if name in saved and saved[name] != own[name]):
-            if self._is_first:
-                logger.warning(
-                    "%s was trained with %s %s of the adapters, this run goes on with %s: what they have learned "
-                    "counts more or less than before",
-                    *(checkpoint.path, name, saved[name], own[name]),
-                )
+    def _can_have_states(self, checkpoint: Checkpoint) -> bool:
+        """Whether the optimizer's states go on: it is of the same kind."""
+        saved, own = checkpoint.meta["optimizer"], self._own.optimizer_name
+        if self._is_first and own is not None and saved != own:
+            logger.warning(
+                "%s was saved with %s, this run has %s: its states start anew", *(checkpoint.path, saved, own)
+            )
+        return own is not None and saved == own
 
     def _check_all_have_a_place(self, checkpoint: Checkpoint, names: set[str], *, is_strict: bool) -> None:
         """Refuse, or tell of, tensors that no rank's model has: ``names`` are those of all.
@@ -392,37 +363,6 @@ class Checkpointer:
             raise ValueError(f"{fault}: it is of another model.")
         if self._is_first:
             logger.warning("%s: %s; left out", checkpoint.path, fault)
-
-    def _way_out(self, checkpoint: Checkpoint) -> str:
-        """The likely cause if tensors of ``checkpoint`` do not fit, and the remedy; empty if it is another model."""
-        saved, own = checkpoint.meta["model"].get("adapter"), self._adapter_name()
-        if saved is None and own is not None:
-            remedy = "go on without, or export it (paceline export) and train adapters to that model in a new run"
-            return f" It was saved without adapters: {remedy}."
-        if saved is not None and own is None:
-            return " It was saved with adapters: go on with them, or begin anew from a model that they are merged into."
-        if saved is not None:
-            return " It was saved with adapters: give them the options that they had (method, rank, target modules)."
-        if checkpoint.meta["trained_only"]:
-            return " It was saved without its frozen parameters: freeze the same ones, or begin anew."
-        return ""
-
-    def _warn_of_batch(self, checkpoint: Checkpoint) -> None:
-        saved, own = (shape.get("train_batch_size") for shape in (checkpoint.meta["shape"], self._shape()))
-        if self._is_first and saved is not None and saved != own:
-            logger.warning(
-                "%s was trained with %s samples a step, this run goes on with %s: its steps are of other samples",
-                *(checkpoint.path, saved, own),
-            )
-
-    def _can_have_states(self, checkpoint: Checkpoint) -> bool:
-        """Whether the optimizer's states go on: it is of the same kind."""
-        saved, own = checkpoint.meta["optimizer"], self._optimizer_name()
-        if self._is_first and own is not None and saved != own:
-            logger.warning(
-                "%s was saved with %s, this run has %s: its states start anew", *(checkpoint.path, saved, own)
-            )
-        return own is not None and saved == own
 
     def _load_rest(
         self, checkpoint: Checkpoint, rank_states: Sequence[Mapping[str, object]], *, states: bool, schedule: bool

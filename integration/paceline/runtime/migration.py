@@ -36,12 +36,12 @@ from ..measure.device_memory import room_bytes
 from ..optim.sharded import ShardedOptimizer
 from ..state.exchange import Move, Transfer, carry_out, in_rounds, plan_moves, sent_bytes
 from ..state.exchange_beside import ExchangeBeside
-from ..state.named import VALUE, is_spread, link_full_access, parts_of, unlink_full_access
+from ..state.named import VALUE, is_spread, link_full_access, unlink_full_access
 from ..state.rank_states import NOT_RESTORED
 from ..supervise.watch import EVERYONE, WATCH
 from .layers_ahead import LEAST_BYTES, LayersAhead, ahead_bytes
-from .migration_memory import needed_bytes
-from .movable_layers import Layers, TensorNote, items_of_stages, tensors_of_layer
+from .migration_check import Change, MoveCheck, shown
+from .movable_layers import Layers, TensorNote, tensors_of_layer
 from .stage_tensors import Holdings, Wishes, transfer
 
 logger = logging.getLogger("paceline")
@@ -154,6 +154,7 @@ class Migrator:
         self._optimizer, self._device = optimizer, device
         self._parameters, self._step, self._half_way = parameters, step, half_way
         self._learned, self._after = learned, after
+        self._check = MoveCheck(seat.stage, layers, optimizer, device)
         self._made_group: dist.ProcessGroup | None = None
         """Carries what moves beside steps; made when layers move for the first time."""
         self._ahead: LayersAhead | None = None
@@ -192,7 +193,7 @@ class Migrator:
         self._optimizer.settle_states()
         WATCH.doing("preparing to move layers", EVERYONE)
         begun = time.perf_counter()
-        change = _Change(self._layers.parts, new, self._layers.held)
+        change = Change(self._layers.parts, new, self._layers.held)
         notes = self._notes(change)
         if ahead_bytes(notes) < LEAST_BYTES:
             return False
@@ -240,7 +241,7 @@ class Migrator:
         WATCH.doing("preparing to move layers", EVERYONE)
         begun = self._time()
         old = self._layers.parts
-        change = _Change(old, new, self._layers.held)
+        change = Change(old, new, self._layers.held)
         if self._ahead is not None and (self._ahead.before, self._ahead.parts) != (old, new):
             self.forget()
         notes = self._notes(change)
@@ -273,7 +274,7 @@ class Migrator:
         if self._seat.rank == 0:
             logger.info(
                 "step %d: layers moved, %s -> %s: %.4g MB in %.3g s",
-                *(migration["step"], _shown(old), _shown(new), sum(sent) / 1e6, migration["seconds"]),
+                *(migration["step"], shown(old), shown(new), sum(sent) / 1e6, migration["seconds"]),
             )
         return migration
 
@@ -285,14 +286,14 @@ class Migrator:
     # -- before anything moves -----------------------------------------------------------------------------------
 
     def _make(
-        self, change: _Change, notes: Mapping[int, Sequence[TensorNote]], memory_bytes: int | None
+        self, change: Change, notes: Mapping[int, Sequence[TensorNote]], memory_bytes: int | None
     ) -> dict[int, nn.Module | None]:
         """Make the layers that come, not yet filled; on all ranks or on none. Those that were prepared are there."""
         WATCH.doing("making layers that come")
         arrived: dict[int, nn.Module | None] = {}
         error: Exception | None = None
         try:
-            self._check(change, notes, memory_bytes)
+            self._check.require(change, notes, memory_bytes, are_made=self._ahead is not None)
             if self._ahead is not None:
                 arrived.update(self._ahead.arrived)
                 _freeze_as_noted(arrived, notes)
@@ -303,14 +304,14 @@ class Migrator:
             error = caught
         WATCH.doing("preparing to move layers", EVERYONE)
         try:
-            self._control.settle(error, f"preparing to move layers ({_shown(change.old)} to {_shown(change.new)})")
+            self._control.settle(error, f"preparing to move layers ({shown(change.old)} to {shown(change.new)})")
         except BaseException:
             self.forget()
             self._layers.unmake(arrived)
             raise
         return arrived
 
-    def _notes(self, change: _Change) -> dict[int, list[TensorNote]]:
+    def _notes(self, change: Change) -> dict[int, list[TensorNote]]:
         """Gather the tensors of all layers that move, as their stages have them."""
         groups, layout = self._optimizer.param_groups, self._optimizer.layout
         mine: dict[int, list[TensorNote]] = {}
@@ -342,65 +343,11 @@ class Migrator:
                 notes.setdefault(item, noted)
         return notes
 
-    def _check(self, change: _Change, notes: Mapping[int, Sequence[TensorNote]], memory_bytes: int | None) -> None:
-        """Raise ValueError where what is to come cannot be trained here."""
-        for item in change.arriving:
-            for note in notes[item]:
-                if note.group is not None:
-                    self._group_for(note, item)
-        for owned in self._optimizer.owned:
-            parts_of(self._optimizer, owned)  # raises where a state cannot go along
-        stays = [p for p in self._optimizer.layout.parameters if self._item_of(p) not in change.leaving]
-        comes = [note for item in change.arriving for note in notes[item] if note.group is not None]
-        stage = self._seat.stage
-        if change.concerns_this_stage and not stays and not comes and not self._keeps_parameters(change, notes):
-            raise ValueError(
-                f"partition {_shown(change.new)} leaves stage {stage} without a parameter: choose one with at "
-                "least one on every stage."
-            )
-        self._optimizer.check_dtypes({p.dtype for p in stays} | {note.dtype for note in comes})
-        need = needed_bytes(
-            self._optimizer,
-            [note for item in change.arriving for note in notes[item]],
-            is_laid_out_anew=change.concerns_this_stage,
-            are_made=self._ahead is not None,
-        )
-        room = room_bytes(self._device, ranks_sharing(self._device)) if memory_bytes is None else memory_bytes
-        if need > room:
-            raise ValueError(
-                f"partition {_shown(change.new)} does not fit: stage {stage} would take {need / 2**20:.1f} MiB "
-                f"more{_items(change.arriving)} and has room for {room / 2**20:.1f} MiB; nothing has moved. Leave "
-                "it fewer layers, or lower the micro-batch size."
-            )
-
-    def _keeps_parameters(self, change: _Change, notes: Mapping[int, Sequence[TensorNote]]) -> bool:
-        """Whether frozen parameters will be here."""
-        comes = any(note.is_parameter for item in change.arriving for note in notes[item])
-        leaves = [layer for item in change.leaving if (layer := self._layers.get(item)) is not None]
-        leaving = {parameter for layer in leaves for parameter in layer.parameters()}
-        return comes or any(parameter not in leaving for parameter in self._layers.module.parameters())
-
-    def _group_for(self, note: TensorNote, item: int) -> int:
-        """Number of the group here that has the options of the one that trains a layer there."""
-        groups = self._optimizer.param_groups
-        order = sorted(range(len(groups)), key=lambda number: number != note.group)
-        for number in order:
-            if {k: v for k, v in groups[number].items() if k not in NOT_RESTORED} == note.options:
-                return number
-        raise ValueError(
-            f"layer {item} cannot move to stage {self._seat.stage}: no group of its optimizer has the options of "
-            f"the one that trains {note.name}; give every stage the same parameter groups, empty ones too."
-        )
-
-    def _item_of(self, parameter: nn.Parameter) -> int | None:
-        name = self._optimizer.layout.name_of(parameter)
-        return next((item for item in self._layers.here if name.startswith(self._layers.prefixes(item))), None)
-
     # -- the move ------------------------------------------------------------------------------------------------
 
     def _move(
         self,
-        change: _Change,
+        change: Change,
         notes: Mapping[int, Sequence[TensorNote]],
         arrived: Mapping[int, nn.Module | None],
         group: dist.ProcessGroup | None,
@@ -472,29 +419,12 @@ class Migrator:
         for item in arrived:
             for note in notes[item]:
                 if note.group is not None:
-                    group_of[self._layers.prefix(item) + note.name] = self._group_for(note, item)
+                    group_of[self._layers.prefix(item) + note.name] = self._check.group_for(note, item)
         groups: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
         for parameter, name in names.items():
             if name in group_of:
                 groups[group_of[name]].append(parameter)
         self._optimizer.rebuild(groups, names, counts=counts, apart=apart)
-
-
-class _Change:
-    """Items that leave a rank and come to it.
-
-    Args:
-        stages: that the rank holds.
-    """
-
-    def __init__(self, old: Sequence[int], new: Sequence[int], stages: Sequence[int]) -> None:
-        self.old, self.new = list(old), list(new)
-        before, after = items_of_stages(old, stages), items_of_stages(new, stages)
-        self.leaving = [item for item in before if item not in after]
-        self.arriving = [item for item in after if item not in before]
-        self.concerns_this_stage = any(self.old[s : s + 2] != self.new[s : s + 2] for s in stages)
-        """Whether a stage here changes. An item that goes from one to another one here neither leaves nor arrives, but
-        its gradients are complete with another stage's now."""
 
 
 def _freeze_as_noted(arrived: Mapping[int, nn.Module | None], notes: Mapping[int, Sequence[TensorNote]]) -> None:
@@ -507,13 +437,3 @@ def _freeze_as_noted(arrived: Mapping[int, nn.Module | None], notes: Mapping[int
 
 def _goes_on() -> None:
     WATCH.doing("moving layers", EVERYONE)
-
-
-def _shown(parts: Sequence[int]) -> str:
-    return "[" + ", ".join(map(str, parts)) + "]"
-
-
-def _items(items: Sequence[int]) -> str:
-    if not items:
-        return ""
-    return f" for layer {items[0]}" if len(items) == 1 else f" for layers {items[0]}-{items[-1]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -270,7 +269,7 @@ def test_a_copy_of_what_is_sent_needs_room() -> None:
 def trains_without_room() -> Any:
     from paceline.runtime import migration
 
-    migration.room_bytes = lambda *_: 1 << 10 if inspect.stack()[1].function == "_check" else 0
+    migration.room_bytes = lambda *_: 0
     return trains_ahead(0.1)[1]
 
 
