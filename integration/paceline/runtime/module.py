@@ -252,6 +252,7 @@ class CausalLMPipeline(PipelineModule):
     """A causal LM over ``num_stages`` devices; this rank builds, and holds weights for, its own stages only.
 
     Usually a device holds one stage. With ``routes`` it holds several: *chunks*, in the order of directions and stages.
+    Its methods are many: those of DeepSpeed's module that differ here, and what an engine asks of a model.
 
     Args:
         source: hub name or directory of a checkpoint; a config (weights drawn at random, the same for every number
@@ -449,22 +450,9 @@ class CausalLMPipeline(PipelineModule):
 
     def _partition_layers(self, method: Method = WORK) -> None:
         self.parts = partition_items(self.items, self.num_virtual_stages, method, route_of_chunks(self.routes))
-        self._check_slices_of_ranks()
+        if self.has_slices:
+            _check_slices_of_ranks(self.parts, self.routes[0], self.anatomy)
         self._set_bounds(self.parts[self.held[0]], self.parts[self.held[0] + 1])
-
-    def _check_slices_of_ranks(self) -> None:
-        """Raise ValueError, on every rank, if one has slices on two stages: both would have one name in checkpoints."""
-        stage_of: dict[int, int] = {}
-        for stage, device in enumerate(self.routes[0]):
-            if not self.has_slices or not cut_of(self.parts, stage).slices(self.anatomy):
-                continue
-            if device in stage_of:
-                raise ValueError(
-                    f"boundaries {self.parts} put slices of the head on stages {stage_of[device]} and {stage}, which "
-                    "one rank holds, and a rank can have them on one stage: give boundaries in which it has "
-                    "(paceline.pipeline.partition), or take a schedule with one stage a rank."
-                )
-            stage_of[device] = stage
 
     def _build(self) -> None:
         held = self.held
@@ -474,7 +462,8 @@ class CausalLMPipeline(PipelineModule):
                 self._load(cut_of(self.parts, stage), self._own_copy(source, is_last=number == len(held) - 1))
                 for number, stage in enumerate(held)
             )
-            self._share_tied_weight()
+            if self.is_tied and 0 in held:
+                _share_tied_weight(self.anatomy, dict(zip(held, self.stages, strict=True)))  # type: ignore[arg-type]
         # In one order on all ranks that hold the same stages, each with other chunks first.
         for _, model in sorted(zip(held, self.models, strict=True), key=lambda pair: pair[0]):
             self.expert_layers |= self.spread_experts(model)
@@ -492,24 +481,6 @@ class CausalLMPipeline(PipelineModule):
     def _own_copy(self, source: ModelSource, *, is_last: bool) -> ModelSource:
         """A model in memory is cut in place: each stage has it to itself."""
         return copy.deepcopy(source) if isinstance(source, PreTrainedModel) and not is_last else source
-
-    def _share_tied_weight(self) -> None:
-        """Where one rank has the first stage and one with the head, or a part of it, one weight serves both."""
-        held = self.held
-        if not self.is_tied or 0 not in held:
-            return
-        name = f"model.{self.anatomy.trunk}.{self.anatomy.embedding}.weight"
-        shared = self.stages[held.index(0)].get_parameter(name)
-        stages: list[CausalLMStage] = list(self.stages)  # type: ignore[arg-type]
-        for number, stage in zip(held, stages, strict=True):
-            if number == 0 or not stage.cut.slices(self.anatomy):
-                continue
-            own = stage.get_parameter(name)
-            for module in stage.modules():
-                for leaf, parameter in module._parameters.items():
-                    if parameter is own:
-                        module._parameters[leaf] = shared
-            stage.take_rows_of_shared()
 
     def _load(self, cut: Cut, source: ModelSource) -> CausalLMStage:
         """What ``cut`` holds of the model, on the CPU. A model in memory loses the rest."""
@@ -637,32 +608,70 @@ class CausalLMPipeline(PipelineModule):
 
     def describe(self) -> list[str]:
         """Where the model went, a line a stage."""
-        lines = []
-        for stage in range(self.num_virtual_stages):
-            items = self.items[self.parts[stage] : self.parts[stage + 1]]
-            layers = [item for item in items if item.name.startswith("layers.")]
-            names = [item.name for item in items if item not in layers and not item.name.startswith(SLICE)]
-            slices = cut_of(self.parts, stage).slices(self.anatomy)
-            if self.has_slices and slices:
-                names.append(f"{len(slices)} of the head's {self.anatomy.head_slices} slices")
-            if layers:
-                span = self._span(range(self.items.index(layers[0]) - 1, self.items.index(layers[-1])))
-                names.insert(1 if names and names[0] == EMBEDDING else 0, span)
-            size = sum(item.num_parameters for item in items)
-            lines.append(f"stage {stage}: {', '.join(names)} ({size / 1e6:.2f} M parameters)")
-        orders = " | ".join(" ".join(map(str, order)) for order in self.routes)
-        if len(self.routes) > 1:
-            lines.append(f"{len(self.routes)} directions, ranks by stage: {orders}")
-        elif self.num_virtual_stages > self.num_stages:
-            lines.append(f"{self.num_virtual_stages // self.num_stages} stages a rank, ranks by stage: {orders}")
-        return lines
+        return _described(self.items, self.parts, self.routes, self.anatomy)
 
-    def _span(self, blocks: range) -> str:
-        """The decoder layers of a run of blocks; at its ends half a layer has the name of its main module."""
-        a_layer = self.anatomy.blocks_per_layer
-        first, last = str(blocks[0] // a_layer), str(blocks[-1] // a_layer)
-        if blocks.start % a_layer:
-            first = self.items[blocks[0] + 1].name.partition(".")[2]
-        if blocks.stop % a_layer:
-            last = self.items[blocks[-1] + 1].name.partition(".")[2]
-        return f"layer {first}" if first == last else f"layers {first}-{last}"
+
+def _check_slices_of_ranks(parts: Sequence[int], route: Sequence[int], anatomy: Anatomy) -> None:
+    """Raise ValueError, on every rank, if one has slices on two stages: both would have one name in checkpoints."""
+    stage_of: dict[int, int] = {}
+    for stage, device in enumerate(route):
+        if not cut_of(parts, stage).slices(anatomy):
+            continue
+        if device in stage_of:
+            raise ValueError(
+                f"boundaries {parts} put slices of the head on stages {stage_of[device]} and {stage}, which "
+                "one rank holds, and a rank can have them on one stage: give boundaries in which it has "
+                "(paceline.pipeline.partition), or take a schedule with one stage a rank."
+            )
+        stage_of[device] = stage
+
+
+def _share_tied_weight(anatomy: Anatomy, stages: Mapping[int, CausalLMStage]) -> None:
+    """Where one rank has the first stage and one with the head, or a part of it, one weight serves both."""
+    name = f"model.{anatomy.trunk}.{anatomy.embedding}.weight"
+    shared = stages[0].get_parameter(name)
+    for number, stage in stages.items():
+        if number == 0 or not stage.cut.slices(anatomy):
+            continue
+        own = stage.get_parameter(name)
+        for module in stage.modules():
+            for leaf, parameter in module._parameters.items():
+                if parameter is own:
+                    module._parameters[leaf] = shared
+        stage.take_rows_of_shared()
+
+
+def _described(
+    items: Sequence[Item], parts: Sequence[int], routes: Sequence[Sequence[int]], anatomy: Anatomy
+) -> list[str]:
+    """Stages of a model, and who has them, a line each."""
+    lines = []
+    for stage in range(len(parts) - 1):
+        own = items[parts[stage] : parts[stage + 1]]
+        layers = [item for item in own if item.name.startswith("layers.")]
+        names = [item.name for item in own if item not in layers and not item.name.startswith(SLICE)]
+        slices = cut_of(parts, stage).slices(anatomy)
+        if anatomy.head_slices > 1 and slices:
+            names.append(f"{len(slices)} of the head's {anatomy.head_slices} slices")
+        if layers:
+            span = _span(items, range(items.index(layers[0]) - 1, items.index(layers[-1])), anatomy.blocks_per_layer)
+            names.insert(1 if names and names[0] == EMBEDDING else 0, span)
+        size = sum(item.num_parameters for item in own)
+        lines.append(f"stage {stage}: {', '.join(names)} ({size / 1e6:.2f} M parameters)")
+    orders = " | ".join(" ".join(map(str, order)) for order in routes)
+    stages_a_rank = len(routes[0]) // (max(routes[0]) + 1)
+    if len(routes) > 1:
+        lines.append(f"{len(routes)} directions, ranks by stage: {orders}")
+    elif stages_a_rank > 1:
+        lines.append(f"{stages_a_rank} stages a rank, ranks by stage: {orders}")
+    return lines
+
+
+def _span(items: Sequence[Item], blocks: range, a_layer: int) -> str:
+    """The decoder layers of a run of blocks; at its ends half a layer has the name of its main module."""
+    first, last = str(blocks[0] // a_layer), str(blocks[-1] // a_layer)
+    if blocks.start % a_layer:
+        first = items[blocks[0] + 1].name.partition(".")[2]
+    if blocks.stop % a_layer:
+        last = items[blocks[-1] + 1].name.partition(".")[2]
+    return f"layer {first}" if first == last else f"layers {first}-{last}"
