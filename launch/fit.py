@@ -284,11 +284,10 @@ def _boundaries(
     from paceline.measure.profile_file import Profile
     from paceline.planning.blocks import Device, DoesNotFit
     from paceline.planning.recomputed_stages import fastest_stages
-    from paceline.planning.shared_devices import whole_schedule
     from paceline.planning.stages import plan_stages
+    from paceline.runtime.first_partition import as_it_takes, as_written, by_work
     from paceline.runtime.hetero import Shape
-    from paceline.runtime.module import items_of, partition_items, route_of_chunks
-    from paceline.runtime.startup import as_it_takes, as_written, work_boundaries
+    from paceline.runtime.module import items_of, partition_items
 
     fits = resolved.recompute == FIT
     if fits and resolved.partition != HETERO:
@@ -298,17 +297,14 @@ def _boundaries(
         return found.partition, found.recomputed
     model = skeleton(config)
     anatomy = anatomy_of(model, half_layers=resolved.half_layers, head_slices=resolved.head_slices)
-    own = items_of(model, anatomy, length, recomputes=checkpointing)
-    routes = resolved.schedule.routes(resolved.stages)
-    num_stages = len(routes[0])
     if resolved.partition == WORK:
-        if schedule.num_chunks > 1 or resolved.expert_parallel > 1:
-            boundaries = partition_items(own, num_stages, WORK, route_of_chunks(routes))
-        else:
-            boundaries = work_boundaries(own, items, limits, states, whole_schedule(schedule))
-        return boundaries, as_written(resolved, boundaries, anatomy.blocks_per_layer)
+        shape = Shape(_dtype(states), resolved.micro_batch_size, length, checkpointing, resolved.half_layers)
+        found = by_work(config, resolved, shape, limits)
+        assert isinstance(found.partition, list), "boundaries"
+        return found.partition, as_written(resolved, found.partition, anatomy.blocks_per_layer)
+    own = items_of(model, anatomy, length, recomputes=checkpointing)
     if resolved.partition != HETERO:
-        boundaries = partition_items(own, num_stages, resolved.partition)
+        boundaries = partition_items(own, len(resolved.schedule.routes(resolved.stages)[0]), resolved.partition)
         return boundaries, as_written(resolved, boundaries, anatomy.blocks_per_layer)
     # Without times, an item takes as long as it has operations.
     seconds = [(item.work / 3, item.work / 1.5) for item in own]

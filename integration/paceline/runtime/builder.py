@@ -17,8 +17,10 @@ from ..config.stage_counts import SLICES
 from ..hf.sliced_head import check_head
 from ..hf.weights import skeleton
 from ..planning.finer_cuts import HEAD_SLICES, largest_stages
+from .compiling import compile_as_written
+from .first_partition import first_partition, recompute_as_written
 from .module import CausalLMPipeline, ModelSource
-from .startup import compile_as_written, dtype_of, first_partition, recompute_as_written
+from .startup import dtype_of
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from math import ceil, log2
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..config import ScheduleChoice
 from ..planning.strategy_costs import UNEVEN
 from ..schedules.keeping import NOTHING, Keeping, Layers, keeping, kept_shares
 from ..schedules.lower import RUN_BACKWARD, RUN_BACKWARD_INPUT, RUN_BACKWARD_WEIGHT, RUN_FORWARD, WAIT_GRADIENT, Op
@@ -21,11 +23,20 @@ logger = logging.getLogger("paceline")
 RECOMPUTE_EARLY = "PACELINE_RECOMPUTE_EARLY"
 """Variable of the environment; ``0``: all is computed again within backwards."""
 
+PLANNED = 0.9
+"""Share of the memory that a partition may be planned with that counts for activations which are kept."""
+
 GROWTHS = 4
 """Sizes of a step's largest micro-batch are told apart as far as one needs 2^(1/4) times the memory of another."""
 
 MEASURED_ANEW = 1.5
 """A step whose micro-batches would need so many times as much, and do not have it, measures what they need in fact."""
+
+
+def keeps_what_has_room(schedule: ScheduleChoice) -> bool:
+    """Whether a Hugging Face model keeps activations that may be computed again, where they have room."""
+    return os.environ.get(RECOMPUTE_EARLY) != "0" and not schedule.is_asynchronous
+
 
 _KINDS = {
     RUN_FORWARD: FORWARD,

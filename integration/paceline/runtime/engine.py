@@ -36,6 +36,7 @@ from ..supervise.watch import WATCH
 from . import assembly, step_loss
 from .boundary import OwnMemory
 from .causal_lm_support import CausalLMSupport
+from .compiling import compile_by_call
 from .evaluation import Evaluation
 from .executor import Executor
 from .expert_part import SharedExperts
@@ -56,7 +57,6 @@ from .rank_reports import ReportGatherer
 from .rate import check_follows_steps, check_scheduler_object
 from .reach import Reach
 from .stage_runner import LossBook
-from .startup import compile_by_call
 from .state_owners import stage_of_parameters
 from .tracer import TimelineWriter, Tracer
 from .updates import FlushedUpdates

@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,7 @@ from ..planning.blocks import Device
 from ..planning.memory import ItemMemory, States
 from ..planning.recomputed_stages import fastest_stages
 from ..planning.stages import StagePlan
+from .early_room import PLANNED, keeps_what_has_room
 
 logger = logging.getLogger("paceline")
 
@@ -88,7 +90,8 @@ def hetero_boundaries(
     """Boundaries over items under which a step is predicted to be shortest, what was measured for it, and the items
     that are recomputed.
 
-    Every rank measures the items on its own device, without the rest of the model. With a profile nothing is measured
+    With gradient checkpointing, layers whose activations have room count as they are: they are kept. Every rank
+    measures the items on its own device, without the rest of the model. With a profile nothing is measured
     that is in it: the speeds are if it has as many devices as there are stages, otherwise one layer is timed on every
     device; so are the links. Collective over all ranks, and the same result on all.
 
@@ -148,16 +151,29 @@ def hetero_boundaries(
             )
             if given is not None:  # its layers as they were measured, in whichever dtype
                 measured = replace(given, devices=measured.devices, links=measured.links)
-            plan, again = fastest_stages(
-                _memory(config, shape, items, expert_parallel, num_copies),
-                [(item.forward_s, item.backward_s) for item in items],
-                [Device(own.speed, memory_bytes or own.free_bytes) for own in devices],
-                states,
-                schedule.planned(num_stages, micro_batches),
-                links,
-                owners=schedule.optimizer_owners,
-                may_recompute=may_recompute,
-            )
+
+            def find(
+                memory: Sequence[ItemMemory], seconds: Sequence[tuple[float, float]], share: float = 1.0, *, may: bool
+            ) -> tuple[StagePlan, tuple[int, ...]]:
+                return fastest_stages(
+                    memory,
+                    seconds,
+                    [Device(own.speed, share * (memory_bytes or own.free_bytes)) for own in devices],
+                    states,
+                    schedule.planned(num_stages, micro_batches),
+                    links,
+                    owners=schedule.optimizer_owners,
+                    may_recompute=may,
+                )
+
+            plan, again = None, tuple[int, ...]()
+            if measured.gradient_checkpointing and expert_parallel == 1 and keeps_what_has_room(schedule):
+                whole = shape._replace(gradient_checkpointing=False)
+                with suppress(ValueError):  # it cannot be counted, or does not fit either way
+                    plan, _ = find(count_items(config, **whole._asdict()), _without_again(items), PLANNED, may=True)
+            if plan is None:
+                memory = _memory(config, shape, items, expert_parallel, num_copies)
+                plan, again = find(memory, [(item.forward_s, item.backward_s) for item in items], may=may_recompute)
             _tell(plan, measured, "rank 0's" if given is None else "that of the profile")
             found = list(plan.boundaries), measured, again
     result = control.from_first(found)
@@ -310,6 +326,12 @@ def _memory(
         for number, (item, (working, first)) in enumerate(zip(items, counted, strict=True))
     ]
     return shared_memory(config, memories, expert_parallel, num_copies, half_layers=shape.half_layers)
+
+
+def _without_again(items: Sequence[ItemProfile]) -> list[tuple[float, float]]:
+    """Seconds of each item's forward and backward, if layers that compute their forward again in it did not."""
+    first, *layers, head = ((item.forward_s, item.backward_s) for item in items)
+    return [first, *((forth, max(back - forth, 0.0)) for forth, back in layers), head]
 
 
 def shared_memory(

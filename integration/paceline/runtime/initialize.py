@@ -47,12 +47,14 @@ from ..schedules.families import chunked_route
 from ..supervise.build_locks import warn_of_locks
 from ..supervise.watch import WATCH
 from .builder import build_pipeline
+from .compiling import compile_as_written
 from .engine import PacelineEngine
+from .first_partition import first_partition, recompute_as_written
 from .initialize_patch import plain_engine_for, with_plan
 from .module import CausalLMPipeline, config_of
 from .pipe_module import routes_of
 from .rate import check_scheduler_object
-from .startup import compile_as_written, first_partition, plan_for, plan_for_pipeline, recompute_as_written
+from .startup import plan_for, plan_for_pipeline
 
 logger = logging.getLogger("paceline")
 

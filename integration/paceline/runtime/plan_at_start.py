@@ -61,6 +61,7 @@ from ..planning.stage_pool import Entry, StagePool
 from ..planning.workload import StageTimes, Workload
 from ..supervise.watch import EVERYONE, WATCH
 from .compiled_layers import compile_layers_of
+from .early_room import keeps_what_has_room
 from .hetero import Shape
 from .measured_cluster import measure_cluster
 from .module import check_slices
@@ -371,6 +372,7 @@ def entries(
         )
         follows, unequal = _follows_speed(plan, measured), plan.section.pipeline.unequal_replicas
         how = {"follows_speed": follows, "shares_by_speed": unequal is not None and unequal.micro_batches is None}
+        are_kept = plan.expert_parallel == 1 and keeps_what_has_room(plan.schedule)
         cuts = [(sizes, profile)]
         if measured.halves is not None and stages > 1:
             cuts.append((replace(sizes, half_layers=True), measured.halves))
@@ -381,7 +383,8 @@ def entries(
             if plan.partition_choice.method == WORK and not follows:
                 model = skeleton(hf_config)
                 anatomy = anatomy_of(model, half_layers=cut.half_layers)
-                work = work_of_items(model, anatomy, cut.sequence_length, recomputes=cut.gradient_checkpointing)
+                recomputes = cut.gradient_checkpointing and not are_kept
+                work = work_of_items(model, anatomy, cut.sequence_length, recomputes=recomputes)
                 counted = [replace(each, work=tuple(work)) for each in counted]
             least = _least_shares(of_cut.items, stages, chunks)
             factor = slowdown(measured.rank_s, stages, least=least, **how)

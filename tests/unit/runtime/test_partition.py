@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
@@ -106,7 +107,7 @@ def test_work_is_as_even_as_can_be_where_parameters_count_the_embedding(
 def test_memory_decides_what_fits() -> None:
     """A stage that has the embedding beside its even share of the work is larger than the others."""
     from paceline.planning.memory import ItemMemory, States
-    from paceline.runtime.startup import work_boundaries
+    from paceline.runtime.first_partition import work_boundaries
     from paceline.schedules.families import one_f_one_b
 
     row, _ = llama("8B")
@@ -122,6 +123,36 @@ def test_memory_decides_what_fits() -> None:
     assert tight != [0, 9, 18, 27, 34]
     assert max(16.0 * sum(item.num_parameters for item in row[a:b]) for a, b in pairwise(tight)) < max(largest)
     assert cut(1.0) == partition_items(row, 4, "parameters")  # nothing fits
+
+
+def test_layers_that_keep_their_activations_count_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradient checkpointing a layer with room for them computes its forward once: the head counts for more."""
+    from paceline.config import resolve
+    from paceline.runtime.first_partition import by_work
+    from paceline.runtime.hetero import Shape
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 12}
+    config = LlamaConfig(**sizes, vocab_size=4000)
+    model = skeleton(config)
+    whole, again = (
+        partition_items(items_of(model, anatomy_of(model), 128, recomputes=recomputes), 3, "work")
+        for recomputes in (False, True)
+    )
+    assert whole != again
+
+    def boundaries(limit: float, *, recomputes: bool = True, schedule: str = "1f1b", chunks: int = 1) -> object:
+        kind = {"type": schedule, "chunks": chunks} if chunks > 1 else schedule
+        pipeline = {"stages": 3, "schedule": kind}
+        ds_config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 6}
+        ds_config |= {"optimizer": {"type": "Adam"}, "paceline": {"pipeline": pipeline}}
+        plan = resolve(ds_config, world_size=3, num_layers=12, num_items=14, state_bytes=None, device_bytes=None)
+        return by_work(config, plan, Shape(torch.float32, 2, 128, recomputes), [limit] * 3).partition
+
+    assert boundaries(1e12) == boundaries(1e12, recomputes=False) == whole
+    assert boundaries(1e12, schedule="one_direction") == again, "nothing is kept without a flush"
+    assert boundaries(1.0) == boundaries(1.0, recomputes=False), "nothing fits: parameters decide"
+    monkeypatch.setenv("PACELINE_RECOMPUTE_EARLY", "0")
+    assert boundaries(1e12) == again
 
 
 def test_type_counts_matching_layers_only() -> None:
