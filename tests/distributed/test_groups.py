@@ -155,6 +155,32 @@ def test_groups_of_engines_that_are_gone_are_ended(ranks: int, stages: int) -> N
         assert max(found) <= (MANY + 2) * found[0] < ENGINES * (found[0] - 1), found  # one is torch's own
 
 
+def engines_whose_layers_moved() -> list[int]:
+    """Groups of a process after each of its engines, none of which is still there."""
+    import gc
+
+    import paceline
+    from support.jobs import ds_config, model_config, step_batches
+
+    found = []
+    for _ in range(4):
+        config = ds_config(gradient_accumulation_steps=2, paceline={"pipeline": {"stages": 2}})
+        engine, *_ = paceline.initialize(model=model_config(num_hidden_layers=2), config=config)
+        assert engine.repartition([0, 1, 4]) is not None, "nothing has moved"
+        engine.train_batch(iter(step_batches(0)))
+        engine.destroy()
+        del engine
+        gc.collect()
+        found.append(len(groups_here()))
+    return found
+
+
+def test_the_group_that_layers_moved_over_ends_with_its_engine() -> None:
+    """It is made when layers move for the first time."""
+    for _, *found in run_ranks(engines_whose_layers_moved, 2):
+        assert len(set(found)) == 1, f"after all engines but the first, {found}"
+
+
 def engines_side_by_side() -> list[float]:
     """Losses of an engine that goes on while others come and go."""
     import paceline

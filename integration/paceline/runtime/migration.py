@@ -29,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ..comm.control import ControlPlane, Gather
-from ..comm.groups import gloo_group
+from ..comm.groups import end_with, gloo_group, groups_here
 from ..comm.staging import ranks_sharing
 from ..comm.transport import TIMEOUT
 from ..measure.device_memory import room_bytes
@@ -408,7 +408,9 @@ class Migrator:
     def _group(self) -> dist.ProcessGroup | None:
         """For what moves beside steps, where anything does. Collective the first time."""
         if self._made_group is None and self._optimizer.may_wait_for_states:
+            known = groups_here()
             self._made_group = gloo_group(timeout=TIMEOUT)
+            end_with(self, known)
         return self._made_group
 
     def _rebuild_optimizer(
