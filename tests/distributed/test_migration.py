@@ -90,6 +90,8 @@ class Engineer:
         for name, parameter in model.named_parameters():
             if ".layers.2." in name or ".layers.3." in name or name.endswith("q_proj.weight"):
                 parameter.requires_grad_(False)
+        for layer in model.model.layers:
+            layer.mlp.act_fn = nn.Tanh()  # which its config does not say
         return model
 
     def batches(self, engine: Any, step: int) -> Any:

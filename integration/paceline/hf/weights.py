@@ -7,6 +7,7 @@ checkpoint tensors applies as always.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
@@ -69,6 +70,16 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
     refuse_known(config)
     with torch.device("meta"):
         return model_class_of(config)(config)
+
+
+def on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of ``model`` on the meta device: with all that somebody has changed in it since it was built."""
+    memo: dict[int, Any] = {id(config): config for config in (model.config, model.config.get_text_config())}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)
 
 
 def is_pretrained(source: Any) -> bool:

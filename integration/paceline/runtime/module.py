@@ -32,7 +32,7 @@ from ..hf.layer_blocks import blocks_of
 from ..hf.model_workload import work_of_items
 from ..hf.paths import check_model_path
 from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_adapters, unwrapped
-from ..hf.quantised import check_trainable
+from ..hf.quantised import check_trainable, quantisation_of
 from ..hf.router import router_loss_of
 from ..hf.sliced_head import WHOLE_HEAD, Rows, check_head, rows_of
 from ..hf.stage import (
@@ -46,7 +46,7 @@ from ..hf.stage import (
     settle_tie,
     tied_weight,
 )
-from ..hf.weights import is_pretrained, load_stage, skeleton
+from ..hf.weights import is_pretrained, load_stage, on_meta, skeleton
 from ..measure.profile_file import Profile
 from ..measure.tokens import tokens_of_sample
 from ..moe.hf_experts import HFExpertLayer, check_experts, take_share
@@ -317,6 +317,7 @@ class CausalLMPipeline(PipelineModule):
         self.is_pretrained = is_pretrained(source)
         """Whether training goes on from another one's weights."""
         self.pattern: list[PreTrainedModel] = []
+        """The whole model without memory, once it is there, of which layers are copied that come."""
         self.profile: Profile | None = None
         """What was measured for the partition, if anything was."""
         self.is_planned = False
@@ -369,6 +370,8 @@ class CausalLMPipeline(PipelineModule):
                 size = f"expert_parallel.autoep_size is {expert_parallel}"
                 raise ValueError(exclusion("adapters", "expert_parallel").message(adapters, size))
             check_experts(whole, expert_parallel)
+        if whole is source and self.num_virtual_stages > 1 and quantisation_of(self.config) is None:
+            self.pattern.append(on_meta(whole))
         # DeepSpeed prints its settings and the layers of every stage; `describe` says it in a line a stage.
         with contextlib.redirect_stdout(io.StringIO()):
             super().__init__(layers=self.items, num_stages=num_stages, partition_method=partition)
