@@ -73,8 +73,13 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of ``model`` on the meta device: with all that somebody has changed in it since it was built."""
+    """A copy of ``model`` on the meta device: with all that somebody has changed in it since it was built.
+
+    Hooks are the same ones: what they belong to may be anything.
+    """
     memo: dict[int, Any] = {id(config): config for config in (model.config, model.config.get_text_config())}
+    for module in model.modules():
+        memo |= {id(hooks): copy.copy(hooks) for name, hooks in vars(module).items() if "_hooks" in name}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from paceline.hf.stage import Cut, require_whole
-from paceline.hf.weights import load_stage
+from paceline.hf.weights import load_stage, on_meta
 from support.jobs import LAYERS, model_config
 
 
@@ -106,3 +108,31 @@ def test_a_model_that_is_spread_over_devices_is_refused(tmp_path: Path) -> None:
         require_whole(spread)
     require_whole(AutoModelForCausalLM.from_pretrained(tmp_path, device_map=here))
     require_whole(str(tmp_path))
+
+
+class Watching:
+    """Counts calls, and cannot be copied."""
+
+    def __init__(self) -> None:
+        self.count, self.lock = 0, threading.Lock()
+
+    def see(self, *_: Any) -> None:
+        self.count += 1
+
+
+def test_a_copy_without_memory_is_what_somebody_made_of_the_model() -> None:
+    model = load_stage(None, model_config(), Cut.whole(LAYERS)).model
+    watching, layer = Watching(), model.model.layers[1]
+    layer.register_forward_hook(watching.see)
+    layer.mlp.act_fn = torch.nn.Tanh()
+    layer.self_attn.scaling = 1.0
+    copied = on_meta(model)
+    assert {tensor.device.type for tensor in (*copied.parameters(), *copied.buffers())} == {"meta"}
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+    assert copied.config is model.config
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
+    same = copied.model.layers[1]
+    assert (type(same.mlp.act_fn), same.self_attn.scaling) == (torch.nn.Tanh, 1.0)
+    copied(torch.ones(1, 3, dtype=torch.int64, device="meta"))
+    model(torch.ones(1, 3, dtype=torch.int64))
+    assert watching.count == 2
