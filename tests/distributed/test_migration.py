@@ -92,10 +92,21 @@ class Engineer:
                 parameter.requires_grad_(False)
         for layer in model.model.layers:
             layer.mlp.act_fn = nn.Tanh()  # which its config does not say
+            layer.register_forward_hook(Watching().see)
         return model
 
     def batches(self, engine: Any, step: int) -> Any:
         return iter(step_batches(step)[:MICRO_BATCHES][engine.grid.data_parallel_id :: self.replicas])
+
+
+class Watching:
+    """Has a hook, and cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def see(self, *_: Any) -> None:
+        assert not self.lock.locked()
 
 
 def by_decay(parameters: Any) -> torch.optim.Optimizer:

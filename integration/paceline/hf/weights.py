@@ -72,14 +72,15 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
         return model_class_of(config)(config)
 
 
-def on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of ``model`` on the meta device: with all that somebody has changed in it since it was built.
+def same_hooks(module: nn.Module) -> dict[int, Any]:
+    """For a deep copy of ``module``, which is to have the same hooks: what they belong to may be anything."""
+    own = (named for part in module.modules() for named in vars(part).items())
+    return {id(hooks): copy.copy(hooks) for name, hooks in own if "_hooks" in name}
 
-    Hooks are the same ones: what they belong to may be anything.
-    """
-    memo: dict[int, Any] = {id(config): config for config in (model.config, model.config.get_text_config())}
-    for module in model.modules():
-        memo |= {id(hooks): copy.copy(hooks) for name, hooks in vars(module).items() if "_hooks" in name}
+
+def on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of ``model`` on the meta device: with all that somebody has changed in it since it was built."""
+    memo = same_hooks(model) | {id(config): config for config in (model.config, model.config.get_text_config())}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)

@@ -15,7 +15,7 @@ from ..hf.peft import inject
 from ..hf.quantised import quantisation_of
 from ..hf.quiet_transformers import quiet
 from ..hf.stage import CausalLMStage, HalfLayer, PassThrough, take_out, take_out_half
-from ..hf.weights import skeleton
+from ..hf.weights import same_hooks, skeleton
 from ..moe.hf_experts import HFExpertLayer
 from .compiled_layers import run_of_half
 from .module import CausalLMPipeline, cut_of, partition_items
@@ -141,7 +141,8 @@ class CausalLMLayers(Layers):
         """A decoder layer without memory, like the one that trains."""
         config = self.module.stage.model.config
         shared = {id(config): config, id(config.get_text_config()): config.get_text_config()}
-        layer: nn.Module = copy.deepcopy(self.module.anatomy.layers_of(self._pattern())[index], shared)
+        pattern = self.module.anatomy.layers_of(self._pattern())[index]
+        layer: nn.Module = copy.deepcopy(pattern, shared | same_hooks(pattern))
         return layer.train(self.module.training)
 
     def unmake(self, made: Mapping[int, nn.Module | None]) -> None:

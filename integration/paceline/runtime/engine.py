@@ -904,7 +904,8 @@ class PacelineEngine(PipelineEngine):
 
         No number of the training changes: every bit of every weight is what it would have been. Only sums are taken in
         another order: that of the norm, with clipping, and those of gradients over three or more replicas. Of what is
-        random (dropout), each rank goes on with its own generator; hooks that somebody put on a layer stay behind.
+        random (dropout), each rank goes on with its own generator. Hooks on parameters stay behind, and so do those
+        that somebody has put on the engine's layers.
         Without a flush, how late a layer's weights are is a matter of its stage, and numbers follow the partition.
 
         Args:
