@@ -371,7 +371,7 @@ class CausalLMPipeline(PipelineModule):
                 raise ValueError(exclusion("adapters", "expert_parallel").message(adapters, size))
             check_experts(whole, expert_parallel)
         if whole is source and self.num_virtual_stages > 1 and quantisation_of(self.config) is None:
-            self.pattern.append(on_meta(whole))
+            self.pattern.extend(_pattern_of(whole))
         # DeepSpeed prints its settings and the layers of every stage; `describe` says it in a line a stage.
         with contextlib.redirect_stdout(io.StringIO()):
             super().__init__(layers=self.items, num_stages=num_stages, partition_method=partition)
@@ -612,6 +612,19 @@ class CausalLMPipeline(PipelineModule):
     def describe(self) -> list[str]:
         """Where the model went, a line a stage."""
         return _described(self.items, self.parts, self.routes, self.anatomy)
+
+
+def _pattern_of(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """A copy of ``model`` without memory; empty, with a warning, if it has what nobody can copy."""
+    try:
+        return [on_meta(model)]
+    except Exception as error:  # of whatever somebody has put into it
+        logger.warning(
+            "the model has what cannot be copied (%s): layers that move to another stage are made of its config, and "
+            "what was changed in them beside their weights stays behind",
+            error,
+        )
+        return []
 
 
 def _check_slices_of_ranks(parts: Sequence[int], route: Sequence[int], anatomy: Anatomy) -> None:

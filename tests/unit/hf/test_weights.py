@@ -136,3 +136,13 @@ def test_a_copy_without_memory_is_what_somebody_made_of_the_model() -> None:
     copied(torch.ones(1, 3, dtype=torch.int64, device="meta"))
     model(torch.ones(1, 3, dtype=torch.int64))
     assert watching.count == 2
+
+
+def test_layers_of_a_model_that_cannot_be_copied_are_made_of_its_config(caplog: pytest.LogCaptureFixture) -> None:
+    from paceline.runtime.module import _pattern_of
+
+    model = load_stage(None, model_config(), Cut.whole(LAYERS)).model
+    assert len(_pattern_of(model)) == 1
+    model.lock = threading.Lock()
+    assert _pattern_of(model) == []
+    assert "cannot pickle '_thread.lock' object" in caplog.text
