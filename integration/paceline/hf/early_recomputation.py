@@ -151,15 +151,20 @@ def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def recompute_early(model: nn.Module) -> None:
-    """Make it possible in all layers that are checkpointed as transformers does it, without options of one's own."""
+    """Make it possible in all layers that are checkpointed as transformers does it, without options of one's own.
+
+    No checkpoint stays a reentrant one: that gives no gradients where a layer's inputs ask for none, as they do behind
+    stages that train nothing.
+    """
     for part in model.modules():
         function = getattr(part, "_gradient_checkpointing_func", None)
-        if (
-            isinstance(function, partial)
-            and function.func is checkpoint
-            and function.keywords == {"use_reentrant": False}
-        ):
+        if not isinstance(function, partial):
+            continue
+        options = {**function.keywords, "use_reentrant": False}
+        if function.func is checkpoint and len(options) == 1:
             part._gradient_checkpointing_func = checkpointed  # type: ignore[assignment]
+        elif function.keywords.get("use_reentrant", function.func is checkpoint):
+            part._gradient_checkpointing_func = partial(function.func, *function.args, **options)  # type: ignore[assignment]
 
 
 @contextmanager

@@ -135,3 +135,17 @@ def test_checkpoints_with_options_of_ones_own_stay() -> None:
     recompute_early(model)
     assert first._gradient_checkpointing_func is own
     assert second._gradient_checkpointing_func is checkpointed
+
+
+@pytest.mark.parametrize("options", [{}, {"preserve_rng_state": True}])
+def test_layers_train_where_nothing_before_them_does(options: dict[str, Any]) -> None:
+    """As on a stage behind one that is frozen: a reentrant checkpoint gives no gradient where no input asks for one."""
+    model = made()
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=True, **options)
+    model.disable_input_require_grads()
+    model.get_input_embeddings().requires_grad_(requires_grad=False)
+    recompute_early(model)
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.model.layers.parameters())
