@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from paceline.runtime.trainers_checkpoints import newest_complete
-from support.jobs import BATCH, LENGTH, model_config
+from support.jobs import BATCH, LAYERS, LENGTH, model_config
 from support.pages import check_page
 from support.ranks import OF_A_LAUNCHER, RANK_ENVIRONMENT, RankError, as_if_by_mpirun, free_port, run_ranks
 
@@ -847,6 +847,28 @@ def test_a_compute_loss_before_trls_is_refused() -> None:
     assert "my_script has a compute_loss of its own and the JSON has" in refused_methods(
         type("OwnPipelines", (PipelineTraining, own), {}), PipelineTraining
     )
+
+
+def checkpoints_of_ones_own(directory: str) -> dict[int, Any]:
+    """By item, options of the layers that are recomputed in a model whose first layer is not."""
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    import paceline
+
+    model = AutoModelForCausalLM.from_config(model_config())
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    model.model.layers[0].gradient_checkpointing = False
+    args = TrainingArguments(directory, deepspeed=pipeline(2), gradient_accumulation_steps=4, report_to=[])
+    built = paceline.PacelineTrainer(model, args, train_dataset=rows(8))._build()
+    held = range(built.parts[built.stage_id], built.parts[built.stage_id + 1])
+    layers = {item: built.anatomy.layers_of(built.models[0])[item - 1] for item in built.recomputed if item in held}
+    return {item: layer._gradient_checkpointing_func.keywords for item, layer in layers.items()}
+
+
+def test_a_model_is_recomputed_as_the_script_has_switched_it_on(tmp_path: Path) -> None:
+    first, second = run_ranks(checkpoints_of_ones_own, 2, str(tmp_path))
+    own = {"use_reentrant": False, "preserve_rng_state": False}
+    assert first | second == dict.fromkeys(range(2, LAYERS + 1), own)
 
 
 def learned_tokenizer(texts: list[str]) -> Any:

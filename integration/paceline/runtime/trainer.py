@@ -171,9 +171,9 @@ class PipelineTraining(_Trainer):
                 require_packable(hf_config, "packing or padding_free", "leave them out")
         data, args = self.train_dataset, self.args
         steps = None if data is None else partial(_count_steps, args, data)
-        recomputes = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
-        # Or the script has switched it on for the model.
-        recomputes = recomputes or any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+        asked = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
+        # Or the script has switched it on for the model, for the layers and with the options that it likes.
+        recomputes = asked or any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
         resolved = plan_for(
             hf_config,
             ds_config,
@@ -200,7 +200,7 @@ class PipelineTraining(_Trainer):
             whole.router_aux_loss_coef = self.router_aux_loss_coef  # TRL's SFTConfig has one
         counted = Counted(whole)
         self.pipeline = build_pipeline(
-            model, hf_config, resolved, control, gradient_checkpointing=bool(recomputes), timeout=patience
+            model, hf_config, resolved, control, gradient_checkpointing=bool(asked), timeout=patience
         )
         end_with(self.pipeline, groups)
         grid = self.pipeline._grid
