@@ -130,6 +130,25 @@ def test_times_of_a_profile_stay_what_they_were(tmp_path: Path) -> None:
     assert (found.dtype, found.gradient_checkpointing) == ("bfloat16", True)
 
 
+def boundaries_with_checkpointing(path: str, keeps: bool) -> list[int]:
+    os.environ["PACELINE_RECOMPUTE_EARLY"] = str(int(keeps))
+    found: list[int] = boundaries(2, path)["boundaries"]
+    return found
+
+
+def test_layers_that_keep_their_activations_count_as_they_are(tmp_path: Path) -> None:
+    """Layers of 0.03 s, a head of 0.19: eight against two and the head. With their forwards once more, seven."""
+    layer = ItemProfile("layers.0", "LlamaDecoderLayer", 0.01, 0.03, 1000, 64, 10_000)
+    items = (
+        ItemProfile("embedding", "Embedding", 0.0, 0.0, 10, 64, 3104),
+        *(replace(layer, name=f"layers.{index}") for index in range(LAYERS)),
+        ItemProfile("head", "Head", 0.06, 0.13, 1000, 0, 3136),
+    )
+    path = write_profile(tmp_path / "p.json", (1.0, 1.0), items=items, gradient_checkpointing=True)
+    for keeps, end in ((True, 9), (False, 8)):
+        assert run_ranks(boundaries_with_checkpointing, 2, path, keeps) == [[0, end, 12]] * 2
+
+
 def measured_boundaries(is_alike: bool) -> dict[str, Any]:
     if is_alike:
         measure_alike()
