@@ -285,24 +285,25 @@ def _boundaries(
     from paceline.planning.blocks import Device, DoesNotFit
     from paceline.planning.recomputed_stages import fastest_stages
     from paceline.planning.stages import plan_stages
+    from paceline.runtime.early_room import keeps_what_has_room
     from paceline.runtime.first_partition import as_it_takes, as_written, by_work
-    from paceline.runtime.hetero import Shape
+    from paceline.runtime.hetero import Shape, kept_stages, without_again
     from paceline.runtime.module import items_of, partition_items
 
     fits = resolved.recompute == FIT
+    shape = Shape(_dtype(states), resolved.micro_batch_size, length, checkpointing, resolved.half_layers)
     if fits and resolved.partition != HETERO:
-        shape = Shape(_dtype(states), resolved.micro_batch_size, length, half_layers=resolved.half_layers)
         found = as_it_takes(config, resolved, shape, limits, resolved.partition)
         assert isinstance(found.partition, list), "boundaries"
         return found.partition, found.recomputed
     model = skeleton(config)
     anatomy = anatomy_of(model, half_layers=resolved.half_layers, head_slices=resolved.head_slices)
     if resolved.partition == WORK:
-        shape = Shape(_dtype(states), resolved.micro_batch_size, length, checkpointing, resolved.half_layers)
         found = by_work(config, resolved, shape, limits)
         assert isinstance(found.partition, list), "boundaries"
         return found.partition, as_written(resolved, found.partition, anatomy.blocks_per_layer)
-    own = items_of(model, anatomy, length, recomputes=checkpointing)
+    may_keep = checkpointing and resolved.expert_parallel == 1 and keeps_what_has_room(resolved.schedule)
+    own = items_of(model, anatomy, length, recomputes=checkpointing and not may_keep)
     if resolved.partition != HETERO:
         boundaries = partition_items(own, len(resolved.schedule.routes(resolved.stages)[0]), resolved.partition)
         return boundaries, as_written(resolved, boundaries, anatomy.blocks_per_layer)
@@ -319,11 +320,15 @@ def _boundaries(
     if path is not None:
         profile = Profile.load(path)
         profile.check_model(fingerprint(config), path, num_items=len(items))
-        seconds = [(item.forward_s, item.backward_s) for item in profile.items]
+        is_less = may_keep and profile.gradient_checkpointing
+        seconds = without_again(profile.items) if is_less else [(i.forward_s, i.backward_s) for i in profile.items]
         if len(profile.devices) == resolved.stages:
             speeds = [device.speed for device in profile.devices]
     owners = resolved.schedule.optimizer_owners
     devices = [Device(speed, limit) for speed, limit in zip(speeds, limits, strict=True)]
+    kept = kept_stages(config, shape, seconds, devices, states, schedule, owners=owners) if may_keep else None
+    if kept is not None:
+        return kept.boundaries, as_written(resolved, kept.boundaries, anatomy.blocks_per_layer)
     try:
         plan, again = fastest_stages(items, seconds, devices, states, schedule, owners=owners, may_recompute=fits)
     except DoesNotFit:  # shown as it would be without limits

@@ -98,6 +98,19 @@ def test_recomputed_layers(fit: Any) -> None:
         assert not any("recompute" in remedy for remedy in never["remedies"])
 
 
+def test_boundaries_are_those_of_what_is_kept(fit: Any, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that have room are not computed again, and count for less beside the head."""
+    LlamaConfig(**SIZES | {"vocab_size": 3000, "num_hidden_layers": 10}).save_pretrained(model)
+    argv = ("--world-size", "3", "--json", "--device-memory-gib", "1")
+    for method in ("work", "hetero"):
+        config = ds(pipeline={"partition": method})
+        found, again = (fit(config, *argv, *flags)[0]["partition"] for flags in ((), ("--gradient-checkpointing",)))
+        assert found == again
+        monkeypatch.setenv("PACELINE_RECOMPUTE_EARLY", "0")
+        assert fit(config, *argv, "--gradient-checkpointing")[0]["partition"] != found
+        monkeypatch.delenv("PACELINE_RECOMPUTE_EARLY")
+
+
 def test_slices_of_the_head(fit: Any, model: str) -> None:
     """Together they are the head; of one that is tied, the device with the embedding has its rows once."""
     argv = ("--world-size", "2", "--json", "--device-memory-gib", "1")

@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -35,8 +34,10 @@ from ..measure.profile_file import DeviceProfile, ItemProfile, Profile, device_p
 from ..moe.hf_experts import experts_of, share_of
 from ..planning.blocks import Device
 from ..planning.memory import ItemMemory, States
-from ..planning.recomputed_stages import fastest_stages
+from ..planning.recomputed_stages import RecomputedStages, fastest_stages
 from ..planning.stages import StagePlan
+from ..schedules.schedule import Schedule
+from ..schedules.stream import Stream
 from .early_room import PLANNED, keeps_what_has_room
 
 logger = logging.getLogger("paceline")
@@ -151,29 +152,21 @@ def hetero_boundaries(
             )
             if given is not None:  # its layers as they were measured, in whichever dtype
                 measured = replace(given, devices=measured.devices, links=measured.links)
-
-            def find(
-                memory: Sequence[ItemMemory], seconds: Sequence[tuple[float, float]], share: float = 1.0, *, may: bool
-            ) -> tuple[StagePlan, tuple[int, ...]]:
-                return fastest_stages(
-                    memory,
-                    seconds,
-                    [Device(own.speed, share * (memory_bytes or own.free_bytes)) for own in devices],
-                    states,
-                    schedule.planned(num_stages, micro_batches),
-                    links,
-                    owners=schedule.optimizer_owners,
-                    may_recompute=may,
-                )
-
-            plan, again = None, tuple[int, ...]()
+            limited = [Device(own.speed, memory_bytes or own.free_bytes) for own in devices]
+            order, owners = schedule.planned(num_stages, micro_batches), schedule.optimizer_owners
+            kept: StagePlan | None = None
             if measured.gradient_checkpointing and expert_parallel == 1 and keeps_what_has_room(schedule):
-                whole = shape._replace(gradient_checkpointing=False)
-                with suppress(ValueError):  # it cannot be counted, or does not fit either way
-                    plan, _ = find(count_items(config, **whole._asdict()), _without_again(items), PLANNED, may=True)
-            if plan is None:
-                memory = _memory(config, shape, items, expert_parallel, num_copies)
-                plan, again = find(memory, [(item.forward_s, item.backward_s) for item in items], may=may_recompute)
+                kept = kept_stages(config, shape, without_again(items), limited, states, order, links, owners=owners)
+            if kept is not None:
+                plan, again = RecomputedStages(kept, ())
+            else:
+                plan, again = fastest_stages(
+                    _memory(config, shape, items, expert_parallel, num_copies),
+                    [(item.forward_s, item.backward_s) for item in items],
+                    *(limited, states, order, links),
+                    owners=owners,
+                    may_recompute=may_recompute,
+                )
             _tell(plan, measured, "rank 0's" if given is None else "that of the profile")
             found = list(plan.boundaries), measured, again
     result = control.from_first(found)
@@ -328,7 +321,36 @@ def _memory(
     return shared_memory(config, memories, expert_parallel, num_copies, half_layers=shape.half_layers)
 
 
-def _without_again(items: Sequence[ItemProfile]) -> list[tuple[float, float]]:
+def kept_stages(
+    config: PretrainedConfig,
+    shape: Shape,
+    seconds: Sequence[tuple[float, float]],
+    devices: Sequence[Device],
+    states: States,
+    schedule: Schedule | Stream,
+    links: Sequence[float] = (),
+    *,
+    owners: str | None,
+) -> StagePlan | None:
+    """The fastest stages with gradient checkpointing, where activations that have room are kept.
+
+    Args:
+        seconds: of each item's forward and backward, if nothing is computed again.
+
+    Returns:
+        None where what layers keep cannot be counted, or nothing fits.
+    """
+    whole = shape._replace(gradient_checkpointing=False)
+    limited = [Device(device.speed, PLANNED * device.memory_bytes) for device in devices]
+    try:
+        memory = count_items(config, **whole._asdict())
+        plan, _ = fastest_stages(memory, seconds, limited, states, schedule, links, owners=owners, may_recompute=True)
+    except ValueError:
+        return None
+    return plan
+
+
+def without_again(items: Sequence[ItemProfile]) -> list[tuple[float, float]]:
     """Seconds of each item's forward and backward, if layers that compute their forward again in it did not."""
     first, *layers, head = ((item.forward_s, item.backward_s) for item in items)
     return [first, *((forth, max(back - forth, 0.0)) for forth, back in layers), head]
