@@ -84,6 +84,11 @@ class MeasuredCosts:
         return self._memory.state_bytes
 
     @property
+    def moved_bytes(self) -> float:
+        """Go with a parameter to another device."""
+        return self._memory.moved_bytes
+
+    @property
     def _uneven_s(self) -> dict[int, Uneven]:
         return self._layers.uneven_s
 
