@@ -135,5 +135,6 @@ def end_left_groups() -> None:
         if any(group is one for one in asked):
             stay.append(group)
         elif group in here:  # not if all groups have been ended since
+            here.remove(group)  # it may have had two owners
             deepspeed.comm.destroy_process_group(group)
     _left.extend(stay)
