@@ -231,7 +231,7 @@ class PipelineTraining(_Trainer):
             plan = replace(plan, ds_config={key: v for key, v in plan.ds_config.items() if key != "optimizer"})
         engine, _, _, lr_scheduler = initialize(
             model=pipeline,
-            model_parameters=parameter_groups(self, pipeline.models, plan.ds_config),
+            model_parameters=self._parameter_groups(pipeline, plan.ds_config),
             optimizer=None if names_optimizer else partial(_make_optimizer, self),
             lr_scheduler=None if "scheduler" in plan.ds_config else scheduler,
             config=plan,
@@ -246,6 +246,9 @@ class PipelineTraining(_Trainer):
         self.accelerator._optimizers[:] = [self.optimizer]
         self.accelerator.deepspeed_engine_wrapped = None
         return engine
+
+    def _parameter_groups(self, pipeline: CausalLMPipeline, ds_config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return parameter_groups(self, pipeline.models, ds_config)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
