@@ -34,7 +34,12 @@ def measure_alike() -> None:
 
 
 def boundaries(
-    num_stages: int, profile: str | None = None, schedule: dict[str, Any] | None = None, **options: Any
+    num_stages: int,
+    profile: str | None = None,
+    schedule: dict[str, Any] | None = None,
+    *,
+    recomputes: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """On every rank: what is found, and what is logged."""
     import torch.distributed as dist
@@ -55,7 +60,7 @@ def boundaries(
     found, made, _ = hetero_boundaries(
         model_config(num_hidden_layers=LAYERS),
         ControlPlane.create(num_stages),
-        Shape(torch.float32, 2, 16),
+        Shape(torch.float32, 2, 16, recomputes),
         num_stages=num_stages,
         micro_batches=16,
         schedule=ScheduleChoice(**(schedule or {"type": "1f1b"})),
@@ -132,7 +137,7 @@ def test_times_of_a_profile_stay_what_they_were(tmp_path: Path) -> None:
 
 def boundaries_with_checkpointing(path: str, keeps: bool) -> list[int]:
     os.environ["PACELINE_RECOMPUTE_EARLY"] = str(int(keeps))
-    found: list[int] = boundaries(2, path)["boundaries"]
+    found: list[int] = boundaries(2, path, recomputes=True)["boundaries"]
     return found
 
 

@@ -154,16 +154,17 @@ def hetero_boundaries(
                 measured = replace(given, devices=measured.devices, links=measured.links)
             limited = [Device(own.speed, memory_bytes or own.free_bytes) for own in devices]
             order, owners = schedule.planned(num_stages, micro_batches), schedule.optimizer_owners
+            seconds = [(item.forward_s, item.backward_s) for item in items]
             kept: StagePlan | None = None
-            if measured.gradient_checkpointing and expert_parallel == 1 and keeps_what_has_room(schedule):
-                kept = kept_stages(config, shape, without_again(items), limited, states, order, links, owners=owners)
+            if shape.gradient_checkpointing and expert_parallel == 1 and keeps_what_has_room(schedule):
+                once = without_again(items) if measured.gradient_checkpointing else seconds
+                kept = kept_stages(config, shape, once, limited, states, order, links, owners=owners)
             if kept is not None:
                 plan, again = RecomputedStages(kept, ())
             else:
                 plan, again = fastest_stages(
                     _memory(config, shape, items, expert_parallel, num_copies),
-                    [(item.forward_s, item.backward_s) for item in items],
-                    *(limited, states, order, links),
+                    *(seconds, limited, states, order, links),
                     owners=owners,
                     may_recompute=may_recompute,
                 )
