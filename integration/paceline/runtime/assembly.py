@@ -7,7 +7,6 @@ of all ranks meet.
 from __future__ import annotations
 
 import atexit
-import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,7 +41,7 @@ from .causal_lm_runner import CausalLMRunner
 from .causal_lm_steps import CausalLMSteps, Replicas
 from .causal_lm_support import CausalLMSupport
 from .checkpointer import Checkpointer
-from .early_room import RECOMPUTE_EARLY, EarlyRoom
+from .early_room import EarlyRoom, keeps_what_has_room
 from .evaluation import Evaluation
 from .executor import HeldStage
 from .expert_part import Experts
@@ -170,7 +169,7 @@ def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
     schedule, device = engine.plan.schedule, torch.device(engine.device)
     if not isinstance(engine.module, CausalLMPipeline) or schedule.is_asynchronous:
         return None
-    groups, is_off = engine.module.expert_groups, os.environ.get(RECOMPUTE_EARLY) == "0"
+    groups, is_off = engine.module.expert_groups, not keeps_what_has_room(schedule)
     if is_off and groups.size == 1:
         return None  # of ranks that share experts each is asked: launchers may bring the variable to some only
     whole = engine.plan.partition_choice.memory_bytes

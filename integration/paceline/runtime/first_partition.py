@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,7 @@ from transformers import PretrainedConfig
 
 from ..comm.control import ControlPlane
 from ..comm.staging import ranks_sharing
-from ..config import (
-    RunPlan,
-)
+from ..config import RunPlan
 from ..config.recompute_keys import FIT, PATH, counts_of
 from ..config.section import HETERO, WORK, value_at
 from ..hf.activations import count_items
@@ -39,9 +37,6 @@ from .compiled_layers import compile_layers_of
 from .early_room import PLANNED, keeps_what_has_room
 from .hetero import Shape, hetero_boundaries, shared_memory
 from .module import CausalLMPipeline, Item, items_of, partition_items, route_of_chunks
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("paceline")
 

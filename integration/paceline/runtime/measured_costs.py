@@ -70,22 +70,22 @@ class MeasuredCosts:
 
     @property
     def saved_bytes(self) -> dict[int, list[float]]:
-        """Of a live micro-batch, by its size, one number a stage."""
+        """Bytes that a live micro-batch keeps, by its size, one number a stage."""
         return self._memory.saved_bytes
 
     @property
     def room_bytes(self) -> list[float]:
-        """What activations may take, one number a device."""
+        """Bytes that activations may take, one number a device."""
         return self._memory.room_bytes
 
     @property
     def state_bytes(self) -> list[float]:
-        """For each parameter, one number a device."""
+        """Bytes for each parameter, one number a device."""
         return self._memory.state_bytes
 
     @property
     def moved_bytes(self) -> float:
-        """Go with a parameter to another device."""
+        """Bytes that go with a parameter to another device."""
         return self._memory.moved_bytes
 
     @property

@@ -20,7 +20,7 @@ class MeasuredLinks:
 
     cells: Cells
     message_bytes: dict[int, list[float]] = field(default_factory=dict)
-    """Of an activation, by micro-batch size, one number a boundary between stages."""
+    """Bytes of an activation, by micro-batch size, one number a boundary between stages."""
     gradient_share: float = 1.0
     """Bytes of a gradient's message, as a part of its activation's."""
     _replicas: dict[int, Links] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class MeasuredLinks:
         return tuple(hosts), tuple(egress.get(host, inf) for host in range(max(hosts) + 1))
 
     def bytes_of(self, size: int) -> tuple[float, ...]:
-        """Of an activation of ``size`` samples, one number a boundary between stages."""
+        """Bytes of an activation of ``size`` samples, one number a boundary between stages."""
         if size in self.message_bytes:
             return tuple(self.message_bytes[size])
         known = next(iter(self.message_bytes), None)

@@ -17,22 +17,22 @@ class MeasuredMemory:
 
     cells: Cells
     saved_bytes: dict[int, list[float]] = field(default_factory=dict)
-    """Of a live micro-batch, by its size, one number a stage."""
+    """Bytes that a live micro-batch keeps, by its size, one number a stage."""
     deferred_bytes: dict[int, list[float]] = field(default_factory=dict)
     """The same from the backward of the inputs to that of the weights, where backwards were split."""
     again_bytes: dict[int, list[float]] = field(default_factory=dict)
-    """What it keeps more where nothing is computed again."""
+    """Bytes that it keeps more where nothing is computed again."""
     again_layers: list[int] = field(default_factory=list)
     """Layers of each stage that this is of, at least 1."""
     keeps_all_or_nothing: bool = False
     again_room_bytes: list[float] = field(default_factory=list)
-    """What all that is alive may take where some of it is kept so, one number a device."""
+    """Bytes that all that is alive may take where some of it is kept so, one number a device."""
     room_bytes: list[float] = field(default_factory=list)
-    """What activations may take, one number a device."""
+    """Bytes that activations may take, one number a device."""
     state_bytes: list[float] = field(default_factory=list)
-    """For each parameter, one number a device."""
+    """Bytes for each parameter, one number a device."""
     moved_bytes: float = 0.0
-    """Go with a parameter to another device."""
+    """Bytes that go with a parameter to another device."""
     paused_bytes: float = 0.0
     """Those that training waits for."""
 
@@ -57,7 +57,7 @@ class MeasuredMemory:
 
     @property
     def by_size(self) -> tuple[dict[int, list[float]], ...]:
-        """What micro-batches of each size take."""
+        """Bytes of micro-batches, by their size."""
         return self.saved_bytes, self.deferred_bytes, self.again_bytes
 
     def predict(self, size: int, costs: Costs) -> None:

@@ -1,4 +1,4 @@
-"""What computations of stages take, from the steps that ranks have reported."""
+"""Seconds of the computations of stages, from the steps that ranks have reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What single layers take, from the steps in which they were timed."""
+"""Costs of single layers, from the steps in which they were timed."""
 
 from __future__ import annotations
 

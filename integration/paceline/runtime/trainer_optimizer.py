@@ -50,7 +50,7 @@ class Stepped(torch.optim.Optimizer):
         pass
 
     def state_dict(self) -> Group:
-        """Of this rank's part."""
+        """State of this rank's part."""
         found: Group = self._engine.basic_optimizer.state_dict()
         return found
 
