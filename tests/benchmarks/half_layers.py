@@ -136,7 +136,7 @@ def engine_of(args: argparse.Namespace, partition: Any, keys: dict[str, Any], co
     """An engine of as many stages as there are ranks.
 
     Args:
-        keys: more of ``"pipeline"``.
+        keys: more of ``"pipeline"``, or another partition.
     """
     engine, *_ = paceline.initialize(
         model=config,
@@ -146,6 +146,7 @@ def engine_of(args: argparse.Namespace, partition: Any, keys: dict[str, Any], co
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
             "gradient_clipping": 0.0,
             "steps_per_print": None,
+            "pipeline": {"activation_checkpoint_interval": int(getattr(args, "gradient_checkpointing", False))},
             "paceline": {"pipeline": {"stages": dist.get_world_size(), "partition": partition, **keys}},
         },
     )
