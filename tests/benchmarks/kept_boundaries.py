@@ -1,6 +1,6 @@
 """Stages of equal work with gradient checkpointing, where activations have room: kept layers, or recomputed ones.
 
-    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tests/benchmarks/kept_boundaries.py [--pairs 30]
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tests/benchmarks/kept_boundaries.py [--pairs 15]
 
 A recomputed layer takes a third more than one whose activations are kept; a head takes the same either way. Two parts.
 What is measured: two engines in the same processes, with the same weights and data, both with gradient checkpointing,
@@ -36,13 +36,13 @@ STAGES = (2, 4, 8)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--vocabulary", type=int, default=40000)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=6)
     parser.add_argument("--local_rank", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()
