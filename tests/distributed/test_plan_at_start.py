@@ -200,6 +200,7 @@ def _trained(
         "method": plan.partition_choice.method,
         "chosen": {key: choice.value for key, choice in plan.chosen.items()},
         "losses": losses,
+        "recomputed": sorted(engine.module.recomputed),
         "lines": [line for line in lines if line.startswith("plan: ")],
         "with_adapters": with_adapters,
     }
@@ -301,6 +302,22 @@ def test_chunks_are_compared_though_layers_are_recomputed_or_compiled(more: dict
     assert (found["shape"], found["schedule"], found["chunks"]) == ((2, 1), "adaptive", 2)
     assert any(line.startswith("plan: 2 stages of 2 chunks: ") for line in found["lines"])
     assert found["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+
+
+def test_chunks_are_compared_where_layers_must_be_recomputed() -> None:
+    """Of the layers of both chunks as few as it takes, in the plan and in the run."""
+    asked = {"stages": 2, "schedule": {"type": "adaptive", "chunks": "plan"}, "recompute": "fit"}
+    facts = FEW | {"bytes_per_s": FAST}
+    (roomy,) = each((asked, facts))
+    (line,) = (line for line in roomy["lines"] if line.startswith("plan: 2 stages of 2 chunks: "))
+    assert roomy["chunks"] == 2
+    assert line.endswith(" GiB")
+    limit = {"method": "work", "memory_gib": 0.96 * float(line.split()[-2])}
+    (short,) = each((asked | {"partition": limit}, facts))
+    (line,) = (line for line in short["lines"] if line.startswith("plan: 2 stages of 2 chunks: "))
+    assert line.endswith(" with 1 recomputed layers"), line
+    assert (short["chunks"], len(short["recomputed"]), roomy["recomputed"]) == (2, 1, [])
+    assert short["losses"] == roomy["losses"]
 
 
 def test_where_the_json_leaves_no_choice_of_chunks() -> None:

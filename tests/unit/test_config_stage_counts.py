@@ -32,7 +32,7 @@ def section(**pipeline: Any) -> PacelineConfig:
         ({"schedule": PLANNED_CHUNKS, "partition": [0, 3, 6]}, False, False, True),
         ({"stages": "plan", "partition": [0, 3, 6]}, False, False, True),
         ({"stages": "plan", "schedule": {"late_gradients": True}}, False, False, False),
-        ({"stages": "plan", "recompute": "fit"}, True, True, False),
+        ({"stages": "plan", "recompute": "fit"}, True, True, True),
         ({"stages": "plan", "recompute": 1}, False, False, False),
     ],
 )

@@ -198,10 +198,10 @@ def asks_for_less(section: PacelineConfig) -> bool:
 
 
 def may_have_chunks(section: PacelineConfig) -> bool:
-    """Whether a planned run may hold several stages on each rank: a schedule that is written says how many, and layers
-    to be recomputed are found for one."""
+    """Whether a planned run may hold several stages on each rank: a schedule that is written says how many, and numbers
+    of recomputed layers are for stages that are known."""
     is_open = section.pipeline.schedule is None or asks_for_chunks(section)
-    return is_open and section.pipeline.recompute is None
+    return is_open and section.pipeline.recompute in (None, FIT)
 
 
 def may_be_planned(section: PacelineConfig, ds_config: Mapping[str, Any], world_size: int) -> str:

@@ -34,7 +34,7 @@ from .strategy_costs import (
     with_again,
     with_bubble,
 )
-from .strategy_memory import even_boundaries, live_micro_batches, memory_of_devices, share_of
+from .strategy_memory import even_boundaries, fewest_recomputed, live_micro_batches, memory_of_devices, share_of
 from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
 from .strategy_times import ItemTime, item_times
 from .workload import Workload
@@ -87,12 +87,19 @@ def with_best_schedule(plan: Plan, workload: Workload, cluster: Cluster) -> tupl
 
 
 def with_two_chunks(
-    strategy: Strategy, workload: Workload, cluster: Cluster, *, micro_batches: int, within_s: float = inf
+    strategy: Strategy,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    micro_batches: int,
+    within_s: float = inf,
+    recomputed: Callable[[], Workload] | None = None,
 ) -> tuple[Plan, str] | Dropped | None:
     """A pipeline whose devices hold two stages each, along the devices and back, with the fastest of its schedules.
 
     Args:
         within_s: a step that certainly takes longer is not simulated.
+        recomputed: as in :func:`~paceline.planning.strategy.search`.
 
     Returns:
         The plan and the name of its schedule; why it cannot be; or None: it takes longer than ``within_s``, or is too
@@ -101,9 +108,14 @@ def with_two_chunks(
     stages, size = strategy.pipeline, workload.micro_batch_size
     if not may_have_two_chunks(workload, stages) or _is_long(stages, micro_batches):
         return None
+    route, in_v = v_route(stages), SPLIT_FAMILIES[ZBV](stages, micro_batches)
     share, times = share_of(strategy, workload, TWO_CHUNKS), item_times(strategy, workload, cluster)
-    route = v_route(stages)
     boundaries = even_boundaries(times, route, workload.work)
+    if recomputed is not None and strategy.tensor == 1:
+        again = fewest_recomputed(share, boundaries, in_v, cluster.memory_bytes)
+        if again:
+            workload = workload.with_recomputed(recomputed(), again)
+            share, times = share_of(strategy, workload, TWO_CHUNKS), item_times(strategy, workload, cluster)
     weights_s = _weights_s(workload, times, head_is_tied=bool(workload.tied_parameters))
     stage_times = times_of_stages(workload, times, boundaries)
     held = [(rank, 2 * stages - 1 - rank) for rank in range(stages)]
@@ -121,7 +133,7 @@ def with_two_chunks(
     costs = with_again(costs, strategy, workload, share, times, boundaries, [inf] * stages, held)
     if _least_s(costs, stages, micro_batches) + sum(after.values()) >= within_s:
         return None
-    first = memory_of_devices(share, boundaries, SPLIT_FAMILIES[ZBV](stages, micro_batches))
+    first = memory_of_devices(share, boundaries, in_v)
     number, most = max(enumerate(first), key=lambda entry: entry[1].total)
     if most.total > cluster.memory_bytes:
         text = f"rank {number} needs {most.total / 2**30:.4g} GiB of {cluster.memory_bytes / 2**30:.4g} GiB"
@@ -187,7 +199,9 @@ def with_best_schedules(
     for plan in tuple(found):
         if plan.schedule.flushes:
             within_s, count = (1 - NEAR) * plan.step_s, plan.micro_batches
-            more = with_two_chunks(plan.strategy, workload, cluster, micro_batches=count, within_s=within_s)
+            more = with_two_chunks(
+                plan.strategy, workload, cluster, micro_batches=count, within_s=within_s, recomputed=recomputed
+            )
             if more is not None and not isinstance(more, Dropped) and more[0].step_s < within_s:
                 found.append(more[0])
     return replace(ranking, plans=tuple(sorted(found, key=lambda plan: (plan.step_s, plan.strategy, plan.schedule))))

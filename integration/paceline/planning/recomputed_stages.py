@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from math import inf
 from typing import NamedTuple
 
 from ..schedules.schedule import Schedule
@@ -74,15 +75,22 @@ def _with_most_again(
     links: Sequence[float],
     owners: str | None,
 ) -> Recomputation:
-    """The boundaries that are fastest with all layers recomputed, and the fewest that must be."""
-    again = range(1, len(items) - 1)
-    costs = recomputed(items, again), recomputed_s(seconds, again)
+    """The boundaries that are fastest with all layers recomputed, and the fewest that must be.
+
+    Where backwards are split, all may need more than some of them: then the boundaries are those without recomputation.
+    """
+    again, limits = range(1, len(items) - 1), [device.memory_bytes for device in devices]
     try:
+        costs = recomputed(items, again), recomputed_s(seconds, again)
         plan = plan_stages(*costs, devices, states, schedule, links, owners=owners)
     except DoesNotFit as short:
+        unlimited = [device._replace(memory_bytes=inf) for device in devices]
+        with suppress(DoesNotFit):
+            plan = plan_stages(items, seconds, unlimited, states, schedule, links, owners=owners)
+            return model.fewest(plan.boundaries, limits)
         why = "with all its layers recomputed"
         raise DoesNotFit(short.stage, short.stage, short.need_bytes, short.limit_bytes, why) from None
-    return model.fewest(plan.boundaries, [device.memory_bytes for device in devices])
+    return model.fewest(plan.boundaries, limits)
 
 
 def _refined(

@@ -166,16 +166,22 @@ def _as_cut(
         why = f"its {option.data_parallel} replicas cannot share experts among {expert}"
         return option._replace(why_not=why)
     strategy, order = Strategy(1, option.stages, option.data_parallel, expert), ONE_F_ONE_B.type
+    again = None if recomputed is None else lambda: recomputed
     if option.chunks > 1:
-        count = option.micro_batches
-        found = with_two_chunks(strategy, workload, cluster, micro_batches=count, within_s=within_s)
+        found = with_two_chunks(
+            *(strategy, workload, cluster),
+            micro_batches=option.micro_batches,
+            within_s=within_s,
+            recomputed=again,
+        )
         if found is None:
             return option._replace(why_not="its steps are too long, or too long to be simulated")
         if isinstance(found, Dropped):
             return option._replace(why_not=found.text)
         plan, order = found
+        option = option._replace(num_recomputed=sum(plan.recomputed_of_stages))
         return option._replace(step_s=plan.step_s, order=order, memory_bytes=_fullest(plan))
-    whole = plan_of(strategy, workload, cluster, recomputed=None if recomputed is None else lambda: recomputed)
+    whole = plan_of(strategy, workload, cluster, recomputed=again)
     if isinstance(whole, Dropped):
         return option._replace(why_not=whole.text)
     if recomputed is not None and whole.recomputes:

@@ -18,6 +18,7 @@ from .memory import ItemMemory, StageMemory, States, stage_memory
 from .partition import partition
 from .partition_methods import by_work, by_work_of_devices
 from .shared_devices import held_by
+from .shared_recomputation import SharedRecomputable
 from .stages import plan_stages
 from .strategy_shape import ONE_F_ONE_B, PipelineSchedule, Strategy
 from .strategy_times import ItemTime
@@ -163,6 +164,25 @@ def memory_of_devices(share: Share, boundaries: Sequence[int], schedule: Schedul
         _with_experts(held.memory(share.items, boundaries, share.dense), share, boundaries, held.stages)
         for held in held_by(schedule, None)
     )
+
+
+def fewest_recomputed(
+    share: Share, boundaries: Sequence[int], schedule: Schedule, memory_bytes: float
+) -> tuple[int, ...]:
+    """Items of as few layers as it takes for all devices to fit, if these are recomputed: all layers, if nothing fits.
+
+    Args:
+        schedule: of one direction, whose devices may hold several stages.
+    """
+    held = held_by(schedule, None)
+    experts = [
+        sum(share.parameters(boundaries[stage], boundaries[stage + 1])[1] for stage in own.stages) for own in held
+    ]
+    limits = [memory_bytes - sum(share.of_experts.of(number)) for number in experts]
+    try:
+        return SharedRecomputable(share.items, share.dense, held).fewest(boundaries, limits).items
+    except DoesNotFit:
+        return tuple(range(1, len(share.items) - 1))
 
 
 def _with_experts(need: StageMemory, share: Share, boundaries: Sequence[int], stages: Sequence[int]) -> StageMemory:

@@ -378,7 +378,7 @@ def entries(
             cuts.append((replace(sizes, half_layers=True), measured.halves))
         workloads: list[Workload | None] = []
         for cut, of_cut in cuts:
-            ways = [cut] + [replace(cut, gradient_checkpointing=True)] * (fits and chunks == 1)
+            ways = [cut] + [replace(cut, gradient_checkpointing=True)] * fits
             counted = [replace(workload_of(hf_config, way, profile=of_cut), states=states) for way in ways]
             if plan.partition_choice.method == WORK and not follows:
                 model = skeleton(hf_config)

@@ -9,16 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.planning import best_schedule
-from paceline.planning.best_schedule import NEAR, with_best_schedule, with_best_schedules, with_two_chunks
+from paceline.planning.best_schedule import NEAR, TWO_CHUNKS, with_best_schedule, with_best_schedules, with_two_chunks
 from paceline.planning.candidates import FAMILIES, IN_V, SPLIT_IN_LINE, candidates
 from paceline.planning.cluster import Cluster, Fabric
 from paceline.planning.memory import ItemMemory, States
 from paceline.planning.strategy import Dropped, Plan, plan_of, search
+from paceline.planning.strategy_memory import memory_of_devices, share_of
 from paceline.planning.strategy_shape import Strategy
 from paceline.planning.workload import Item, StageTimes, Workload
 from paceline.schedules.costs import Costs, Link
 from paceline.schedules.families import v_route
 from paceline.schedules.simulate import peak_bytes, simulate
+from paceline.schedules.split_families import SPLIT_FAMILIES
 
 MIB = 2.0**20
 ALONE = Strategy(1, 4, 1, 1)
@@ -253,13 +255,13 @@ def test_weights_may_have_another_share_of_a_backward() -> None:
     assert found[0] < 0.95 * found[1]
 
 
-def recomputing(micro_batches: int = 8) -> Workload:
+def recomputing(micro_batches: int = 8, layers: int = 8) -> Workload:
     """All layers keep their input alone, and compute a forward more."""
-    plain = workload(micro_batches)
+    plain = workload(micro_batches, layers)
     memory = plain.items[1].memory._replace(saved_bytes=SENT, working_bytes=SAVED, again_bytes=SAVED - SENT)
     layer = Item(memory, FORWARD_S, BACKWARD_S + FORWARD_S)
-    first, *layers, last = plain.items
-    return replace(plain, items=(first, *[layer] * len(layers), last), recomputed=tuple(range(1, len(layers) + 1)))
+    items = (plain.items[0], *[layer] * layers, plain.items[-1])
+    return replace(plain, items=items, recomputed=tuple(range(1, layers + 1)))
 
 
 def test_backwards_of_recomputed_layers_are_split() -> None:
@@ -297,6 +299,50 @@ def test_recomputed_layers_in_two_chunks() -> None:
     assert 0.3 * activations[1] < activations[0] < activations[1], "what is left for later is kept"
     narrow = replace(where, memory_bytes=max(need.total - need.activations for need in found.memory) + 2 * SAVED)
     assert isinstance(with_two_chunks(ALONE, work, narrow, micro_batches=4), Dropped)
+
+
+@pytest.mark.parametrize("experts", [0, 4_000_000])
+@pytest.mark.parametrize("share", [0.85, 0.95])
+def test_two_chunks_recompute_as_few_layers_as_it_takes(experts: int, share: float) -> None:
+    """With one layer fewer some device would not fit; a step is no shorter than with all kept. Experts have other
+    replicas than the layers that they are in, and so other shares of their states."""
+    pair = Strategy(1, 4, 2, 2 if experts else 1)
+    work, where = workload(16, layers=16), cluster(100_000, devices=8)
+    again = replace(recomputing(16, layers=16), states=work.states)
+    if experts:
+        work, again = (
+            replace(
+                each,
+                num_experts=4,
+                items=tuple(item._replace(expert_parameters=experts * (item.forward_s > 0)) for item in each.items),
+            )
+            for each in (work, again)
+        )
+    roomy = with_two_chunks(pair, work, where, micro_batches=8, recomputed=lambda: again)
+    assert roomy is not None
+    assert not isinstance(roomy, Dropped)
+    assert roomy == with_two_chunks(pair, work, where, micro_batches=8), "nothing has to be recomputed"
+    alone = roomy[0]
+    needs = memory_of_devices(share_of(pair, work, TWO_CHUNKS), alone.boundaries, SPLIT_FAMILIES["zbv"](4, 8))
+    fixed = max(need.total - need.activations for need in needs)
+    short = replace(where, memory_bytes=fixed + share * (max(need.total for need in needs) - fixed))
+    assert isinstance(with_two_chunks(pair, work, short, micro_batches=8), Dropped)
+    found = with_two_chunks(pair, work, short, micro_batches=8, recomputed=lambda: again)
+    assert found is not None
+    assert not isinstance(found, Dropped)
+    plan, name = found
+    assert name in IN_V
+    assert plan.boundaries == alone.boundaries
+    assert 0 < sum(plan.recomputed_of_stages) < 16
+    assert max(need.total for need in plan.memory) <= short.memory_bytes
+    assert plan.step_s >= alone.step_s
+    for layer in plan.recomputed:
+        fewer = work.with_recomputed(again, [other for other in plan.recomputed if other != layer])
+        assert isinstance(with_two_chunks(pair, fewer, short, micro_batches=8), Dropped), (
+            "the run would not recompute it"
+        )
+    nothing = with_two_chunks(pair, work, replace(short, memory_bytes=fixed), micro_batches=8, recomputed=lambda: again)
+    assert isinstance(nothing, Dropped)
 
 
 def test_the_last_stage_keeps_what_it_would_recompute_where_there_is_room() -> None:

@@ -111,3 +111,22 @@ def test_boundaries_are_found_together_with_recomputed_layers(name: str) -> None
         assert all(start < stop for start, stop in pairwise(plan.boundaries))
         found += bool(again)
     assert found >= 3
+
+
+def test_some_layers_are_recomputed_where_all_would_not_fit() -> None:
+    """A recomputed layer leaves the factors of its products for later beside its input, so all of them need more."""
+    layer = ItemMemory("layer", 1, 1130.0, 66.0, factor_bytes=1049.0)
+    items = [ItemMemory("embedding", 1, 4.0, 66.0), *[layer] * 4, ItemMemory("head", 1, 401.0, 0.0, 397.0)]
+    seconds, schedule = [(0.0, 0.0), *[(1.0, 2.0)] * 4, (0.3, 0.6)], zbv(DEVICES, 2)
+    held = held_by(schedule, None)
+    even = (0, 2, 3, 4, 6)
+    kept, all_again = (
+        [own.memory(each, even, STATES).total for own in held] for each in (items, recomputed(items, range(1, 5)))
+    )
+    limit = 0.96 * max(kept)
+    assert max(all_again) > limit
+    devices = [Device(1.0, limit)] * DEVICES
+    plan, again = fastest_stages(items, seconds, devices, STATES, schedule, owners=None, may_recompute=True)
+    assert plan.boundaries == even
+    assert len(again) == 1
+    assert max(need.total for need in plan.memory) <= limit
