@@ -112,9 +112,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{PATH} is there, and all layers are recomputed: leave one of them out.")
     boundaries, again = _boundaries(config, items, resolved, states, limits, schedule, length, checkpointing)
     items = recomputed(items, again)
-    text = config.get_text_config()
-    tied = text.vocab_size * text.hidden_size if getattr(text, "tie_word_embeddings", False) else 0
-    stages = _stages(items, boundaries, states, whole_schedule(schedule), limits, choice.optimizer_owners, tied)
+    stages = _stages(items, boundaries, states, whole_schedule(schedule), limits, choice.optimizer_owners)
     short = [row for row in stages if not row["fits"]]
     shown = {
         "stages": resolved.stages,
@@ -344,24 +342,15 @@ def _stages(
     schedule: Schedule,
     limits: Sequence[float],
     owners: str | None,
-    tied: int,
 ) -> list[dict[str, Any]]:
-    """A row a stage; a row a device where it holds several. ``tied``: parameters that embedding and head share."""
+    """A row a stage; a row a device where it holds several."""
     from paceline.planning.shared_devices import held_by
 
     rows = []
-    first = next((index for index, item in enumerate(items) if item.is_slice), len(items) - 1)
-    number = len(items) - first
-    # A device that has the embedding has the rows of its head once.
-    sharing = [
-        *items[:first],
-        *(item._replace(num_parameters=item.num_parameters - tied // number) for item in items[first:]),
-    ]
     for row, (held, limit) in enumerate(zip(held_by(schedule, owners), limits, strict=True)):
-        shares = schedule.num_directions == 1 and 0 in held.stages
         spans = [[boundaries[stage], boundaries[stage + 1]] for stage in held.stages]
         holds = {"items": spans[0]} if len(spans) == 1 else {"stages": list(held.stages), "items": spans}
-        need = held.memory(sharing if shares else items, boundaries, states)
+        need = held.memory(items, boundaries, states)
         limited = {"limit": round(limit), "fits": need.total <= limit}
         rows.append({"stage": row, **holds, "live_micro_batches": held.peak, **need.to_dict(), **limited})
     return rows

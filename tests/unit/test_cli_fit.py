@@ -250,6 +250,13 @@ def test_weights_that_embedding_and_head_of_a_device_share_are_there_once(
     tied, _ = fit(ds(pipeline=pipeline), *argv)
     once = 4 * 500 * 64 if pipeline != {"stages": 2} else 0
     assert tied["memory"][0]["weights"] == apart["memory"][0]["weights"] - once
+    if once:  # and their states need no memory that recomputing layers would have to free
+        room = (tied["memory"][0]["total"] + apart["memory"][0]["total"]) / 2 / GIB
+        fitting = ds(pipeline=pipeline | {"partition": apart["partition"], "recompute": "fit"})
+        short = ("--world-size", "2", "--device-memory-gib", str(room), "--json")
+        assert not any(fit(fitting, *short)[0]["recomputed"])
+        LlamaConfig(**SIZES, tie_word_embeddings=False).save_pretrained(model)
+        assert any(fit(fitting, *short)[0]["recomputed"])
 
 
 def test_what_does_not_fit(fit: Any) -> None:

@@ -145,6 +145,7 @@ class ItemMemory(NamedTuple):
         is_slice: of the head. A stage computes its slices at once.
         factor_bytes: most that its backward of the inputs leaves for that of the weights.
         again_bytes: of what is left, where the item is recomputed, beyond ``saved_bytes``.
+        tied_parameters: of the head, those that are the embedding's too: a device that has both has them once.
     """
 
     name: str
@@ -160,6 +161,7 @@ class ItemMemory(NamedTuple):
     is_slice: bool = False
     factor_bytes: float = inf
     again_bytes: float = 0.0
+    tied_parameters: int = 0
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -201,7 +203,14 @@ class StageMemory:
 
 
 def stage_memory(
-    items: Sequence[ItemMemory], boundaries: Sequence[int], stage: int, states: States, live: int, deferred: int = 0
+    items: Sequence[ItemMemory],
+    boundaries: Sequence[int],
+    stage: int,
+    states: States,
+    live: int,
+    deferred: int = 0,
+    *,
+    beside_first: bool = False,
 ) -> StageMemory:
     """Memory that ``stage`` needs.
 
@@ -210,13 +219,16 @@ def stage_memory(
         boundaries: over items, ``[0, …, len(items)]``.
         live: micro-batches that are alive at once on the stage, or left for later.
         deferred: those that are left for later.
+        beside_first: its device has the first stage as well.
     """
     start, stop = boundaries[stage], boundaries[stage + 1]
     held = items[start:stop]
     incoming = items[start - 1].output_bytes if start else 0.0
     outgoing = held[-1].output_bytes if stop < len(items) else 0.0
-    counts = zip(*(item.counts for item in held), strict=True)
-    weights, gradients, masters, moments = states.of(*map(sum, counts))
+    count, *others = map(sum, zip(*(item.counts for item in held), strict=True))
+    if beside_first or stage == 0:
+        count -= sum(item.tied_parameters for item in held)
+    weights, gradients, masters, moments = states.of(count, *others)
     # The output lives as long as the rest: it is where the backward begins.
     saved = held[0].first_bytes + sum(item.saved_bytes for item in held) + outgoing
     # One input that arrives early, its predecessor's gradient on its way out, and the gradient that arrives.
@@ -253,6 +265,7 @@ def with_head_slices(items: Sequence[ItemMemory], number: int) -> list[ItemMemor
                 head.working_bytes / number,
                 first_bytes=hidden,
                 is_slice=True,
+                tied_parameters=head.tied_parameters * (index + 1) // number - head.tied_parameters * index // number,
             )
             for index in range(number)
         ),

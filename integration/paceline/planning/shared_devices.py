@@ -60,19 +60,18 @@ class Held:
             items: of the whole model.
             boundaries: over items, ``[0, …, len(items)]``.
         """
-        of_stages = zip(self.stages, self.owned, strict=True)
-        each = [self.stage(items, boundaries, stage, states, share) for stage, share in of_stages]
+        has_first = 0 in self.stages and None in self.owned
+        each = [
+            stage_memory(
+                *(items, boundaries, stage, states if share is None else _owning(states, share), 1),
+                beside_first=has_first,
+            )
+            for stage, share in zip(self.stages, self.owned, strict=True)
+        ]
         return self.together(each, [again_bytes(items, boundaries, stage) for stage in self.stages])
 
-    @staticmethod
-    def stage(
-        items: Sequence[ItemMemory], boundaries: Sequence[int], stage: int, states: States, share: float | None
-    ) -> StageMemory:
-        """Bytes of one stage with one live micro-batch; ``share`` of its optimizer states is there (:attr:`owned`)."""
-        return stage_memory(items, boundaries, stage, states if share is None else _owning(states, share), 1)
-
     def together(self, each: Sequence[StageMemory], again: Sequence[float] = ()) -> StageMemory:
-        """Bytes of the device, from those of its stages (:meth:`stage`), by chunk.
+        """Bytes of the device, from those of its stages with one live micro-batch, by chunk.
 
         How much of what a micro-batch keeps is left for later, nobody has measured: all of it, recomputed or not.
 

@@ -71,7 +71,9 @@ def share_of(strategy: Strategy, workload: Workload, schedule: PipelineSchedule 
             saved = whole + (saved - whole) / tensor
         working = memory.working_bytes / (tensor if index == last else 1)
         again = memory.again_bytes / tensor  # nearly all of it
-        memory = memory._replace(num_parameters=count, saved_bytes=saved, working_bytes=working, again_bytes=again)
+        memory = memory._replace(
+            num_parameters=count, saved_bytes=saved, working_bytes=working, again_bytes=again, tied_parameters=0
+        )
         items.append(memory)
         held = item.expert_parameters * workload.most_experts(strategy.expert)
         experts.append(-(-held // (max(1, workload.num_experts) * tensor)))

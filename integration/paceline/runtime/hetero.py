@@ -308,16 +308,20 @@ def _memory(
 ) -> list[ItemMemory]:
     """What was measured; what an item works with is counted, where that can be."""
     try:
-        counted = [(item.working_bytes, item.first_bytes) for item in count_items(config, **shape._asdict())]
+        counted = [
+            (item.working_bytes, item.first_bytes, item.tied_parameters)
+            for item in count_items(config, **shape._asdict())
+        ]
     except ValueError:  # its forward depends on values; the tenth that is left of free memory is for this
-        counted = [(0.0, 0.0)] * len(items)
+        counted = [(0.0, 0.0, 0)] * len(items)
     memories = [
         ItemMemory(
             *(item.name, item.num_parameters, item.saved_bytes, item.output_bytes, working),
             first_bytes=first,
+            tied_parameters=tied,
             is_second=shape.half_layers and number % 2 == 0 and 0 < number < len(items) - 1,
         )
-        for number, (item, (working, first)) in enumerate(zip(items, counted, strict=True))
+        for number, (item, (working, first, tied)) in enumerate(zip(items, counted, strict=True))
     ]
     return shared_memory(config, memories, expert_parallel, num_copies, half_layers=shape.half_layers)
 
