@@ -101,7 +101,8 @@ def trained(case: Case, room: str) -> dict[str, Any]:
     replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
     found: dict[str, Any] = {"losses": [], "norms": [], "early": [], "again": [], "forwards": []}
     *_, mlp = (module for name, module in engine.module.named_modules() if name.endswith(".mlp"))
-    hook = mlp.register_forward_pre_hook(lambda *_: found["forwards"].append(step))
+    seen = mlp if "compile" not in case.pipeline else torch.nn.Identity()  # a graph would be made for each number
+    hook = seen.register_forward_pre_hook(lambda *_: found["forwards"].append(step))
     for step in range(STEPS):
         batches = step_batches(step, case.data)[replica:MICRO_BATCHES:replicas]
         found["losses"].append(engine.train_batch(iter(batches)).item())
