@@ -157,7 +157,7 @@ def _command(argv: list[str]) -> str:
     """The command for the report; the launcher is inferred from the environment, a token is hidden."""
     from paceline.config import accelerates_ds_config, accelerates_precision
 
-    size = int(os.environ["WORLD_SIZE"])
+    size, precision = int(os.environ["WORLD_SIZE"]), accelerates_precision(os.environ)
     # Each time torchrun's name, then DeepSpeed's.
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or str(size)
     known = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE")
@@ -170,7 +170,6 @@ def _command(argv: list[str]) -> str:
         words.append("--module")
     elif file := accelerates_ds_config(os.environ):
         words = ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", file]
-        precision = accelerates_precision(os.environ)
         words += [] if precision is None else ["--mixed_precision", precision]
         words += [*(["--num_machines", str(nodes)] if nodes > 1 else []), "--num_processes", str(size), "--module"]
     elif size > 1:
@@ -184,6 +183,9 @@ def _command(argv: list[str]) -> str:
             own[place] = "--token=hidden"
         elif place and own[place - 1] == "--token":
             own[place] = "hidden"
+    says = any(arg.startswith(("--bf16", "--fp16")) for arg in own)
+    if precision is not None and not says and words[0] != "accelerate":  # which has started it all the same
+        own.append(f"--{precision}")
     return shlex.join([*words, "paceline.launch.finetune", *own])
 
 

@@ -79,7 +79,7 @@ def test_the_json_that_accelerate_was_given(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_precision_that_accelerate_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes with accelerate's JSON, and gives way to flags."""
+    """It goes with any JSON, and gives way to flags."""
     ds_config = tmp_path / "ds.json"
     ds_config.write_text("{}")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
@@ -94,8 +94,12 @@ def test_the_precision_that_accelerate_was_given(tmp_path: Path, monkeypatch: py
     assert precision() == (True, False, True)
     assert precision("--fp16") == (False, True, False)
     assert precision("--bf16", "false") == (False, False, True)
-    assert precision("--deepspeed", str(ds_config)) == (False, False, False)
+    assert precision("--deepspeed", str(ds_config)) == (True, False, True)
     assert "--mixed_precision bf16 --num_processes 2" in _command([])
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")  # accelerate launch --multi_gpu
+    assert precision("--deepspeed", str(ds_config)) == (True, False, True)
+    assert _command(["--seed", "1"]).endswith("paceline.launch.finetune --seed 1 --bf16")
+    assert _command(["--fp16"]).endswith("paceline.launch.finetune --fp16")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert precision() == (False, False, False)
 

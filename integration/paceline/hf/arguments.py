@@ -420,7 +420,7 @@ def parse(
     if unknown:
         parser.error(_unknown(unknown, names))
     given = {name: value for name, value in vars(namespace).items() if value is not missing}
-    if given.get("deepspeed") is None and accelerates_ds_config(os.environ) and not given.keys() & {"bf16", "fp16"}:
+    if not given.keys() & {"bf16", "fp16"}:
         precision = accelerates_precision(os.environ)
         given |= {} if precision is None else {precision: True}
     model_args, data_args, train_args = parser.parse_dict(given)

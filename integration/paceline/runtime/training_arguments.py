@@ -17,6 +17,8 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ..comm.launcher_variables import translate
 from ..config import accelerates_ds_config, accelerates_precision, read_ds_config
+from ..config.section import value_at
+from .trainer_refusals import asks_for_pipeline
 
 
 def count_ranks(args: TrainingArguments) -> None:
@@ -48,15 +50,20 @@ def take_accelerates_json(args: TrainingArguments) -> None:
     """Make the JSON that ``accelerate launch`` was given that of ``args``, if it is meant for Paceline; in place.
 
     Transformers leaves ``args.deepspeed`` at None then, where Paceline looks, and ``args.bf16`` and ``args.fp16`` at
-    False where ``accelerate launch --mixed_precision`` says them.
+    False where ``accelerate launch --mixed_precision`` says them. The latter also with a JSON of ``args`` for a
+    pipeline, which then says it unless it says otherwise.
     """
-    if args.deepspeed is not None:
+    is_own = args.deepspeed is not None
+    if is_own and not asks_for_pipeline(args):
         return
-    file = accelerates_ds_config(os.environ)
-    if file is not None and "paceline" in read_ds_config(file):
+    file = args.deepspeed if is_own else accelerates_ds_config(os.environ)
+    config = {} if file is None else read_ds_config(file)
+    precision = None if args.bf16 or args.fp16 else accelerates_precision(os.environ)
+    if is_own and (precision is None or value_at(config, f"{precision}.enabled") is False):
+        return
+    if "paceline" in config:
         args.deepspeed = file
-        precision = accelerates_precision(os.environ)
-        if precision is not None and not (args.bf16 or args.fp16):
+        if precision is not None:
             setattr(args, precision, True)
         _read_json(args)
 
