@@ -7,6 +7,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from ..comm.control import ControlPlane
@@ -56,6 +58,8 @@ def build_pipeline(
         ValueError: on every rank: a partition or adapters that do not fit the model.
     """
     dtype = dtype_of(resolved.ds_config)
+    if isinstance(model, nn.Module) and not control.rank:
+        _tell_of_wider_weights(model, dtype)
     first = first_partition(
         hf_config,
         resolved,
@@ -85,6 +89,17 @@ def build_pipeline(
     recompute_as_written(pipeline, resolved, first.recomputed)
     compile_as_written(pipeline, resolved)
     return pipeline
+
+
+def _tell_of_wider_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Say that a model in half precision trains in fp32: DeepSpeed itself would train it as it is."""
+    half = next((p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)), dtype)
+    if dtype == torch.float32 and half != dtype:
+        logger.warning(
+            "the model has weights in %s, and is trained and written in float32, since the JSON asks for neither bf16 "
+            'nor fp16: write "bf16": {"enabled": true} to train in bf16 (bf16=True of TrainingArguments)',
+            str(half).removeprefix("torch."),
+        )
 
 
 def _advise_slices(pipeline: CausalLMPipeline, resolved: RunPlan) -> None:

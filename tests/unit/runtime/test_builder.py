@@ -1,10 +1,11 @@
-"""Advice on a first partition."""
+"""Advice on a first partition, and on the dtype."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from paceline.runtime.builder import largest_stages
+from paceline.runtime.builder import _tell_of_wider_weights, largest_stages
 
 LAYERS = [2.0] * 6
 
@@ -22,3 +23,20 @@ def test_a_small_head_is_not() -> None:
 
 def test_no_work_is_no_reason() -> None:
     assert largest_stages([0.0] * 8, [0, 4, 8]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("has", "trains_in", "is_told"),
+    [
+        (torch.bfloat16, torch.float32, True),
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.float32, torch.float32, False),
+        (torch.float32, torch.bfloat16, False),
+    ],
+)
+def test_a_model_in_half_precision_that_trains_in_fp32_is_told_of(
+    has: torch.dtype, trains_in: torch.dtype, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _tell_of_wider_weights(torch.nn.Linear(2, 2, dtype=has), trains_in)
+    told = ["the model has weights in bfloat16, and is trained and written in float32"] if is_told else []
+    assert [record.getMessage().partition(", since")[0] for record in caplog.records] == told
