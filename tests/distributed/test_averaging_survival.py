@@ -144,3 +144,29 @@ def test_islands_that_are_resumed_go_on_as_if_not_stopped(tmp_path: Path) -> Non
             assert (resumed_losses, resumed_tokens) == (losses, tokens), name
             assert_equal(resumed, weights)
         assert_equal(islands[0][name][0][1], islands[1][name][0][1])
+
+
+def alone_and_then_together(lights: list[str], folder: str, number: int) -> dict[str, Tensor]:
+    """Final weights of a job that was in as many rounds as the other one before they meet, each by itself."""
+    section, path = {"outer": "nesterov", "parts": 2}, Path(folder, str(number))
+    for light, islands in ((lights[number], 1), (lights[-1], 2)):
+        engine = engine_of(light, 1, {"min_islands": islands, **section})
+        if islands == 2:
+            engine.load_checkpoint(path)
+        for _ in range(SAVED_AT * EVERY):
+            train_step(engine, number)
+        if islands == 1:
+            engine.save_checkpoint(path)
+        else:
+            engine.finish_averaging()
+        weights = weights_of(engine)
+        engine.destroy()
+    return weights
+
+
+def test_islands_that_have_trained_alone_become_equal(tmp_path: Path) -> None:
+    """Their outer optimizers differ, though their rounds have the same numbers."""
+    with lighthouses(3) as lights:
+        jobs = [Island(alone_and_then_together, 1, (lights, str(tmp_path), number)) for number in range(2)]
+        (first,), (second,) = run_islands(jobs)
+    assert_equal(first, second)

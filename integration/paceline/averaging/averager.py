@@ -418,7 +418,10 @@ class Averager:
         elif more:
             self.tokens_of_all = round(more[0].item())
             self._outer.take_shared(indices, more[1:])
-        if not any(report.counts for report in outcome.reports):
+        anyone_counts = any(report.counts for report in outcome.reports)
+        if anyone_counts or averages is not None:  # else each goes on as it was
+            self._outer.note_round(indices, outcome.reports)
+        if not anyone_counts:
             return Values(averages, replaces=True)
         period = period_of(outcome.reports, outcome.weights)
         new = self._outer.step(indices, sent if averages is None else averages, period)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ class OuterStep:
         self._anchors: dict[int, Tensor] = {}
         self._own: set[int] = set()
         """Anchors that no round has made: this island's values, which those of others may differ from."""
+        self._made_by: dict[int, float] = {}
+        """Checksums of the reports of the rounds that anchors are of: islands may have been in different ones."""
         self._left: dict[str, dict[int, Tensor]] = {"changes": {}, "means": {}}
         """Residuals of rounding that are still to be sent."""
 
@@ -74,13 +77,20 @@ class OuterStep:
             self._own.difference_update(indices)
             self._nesterov.load_buffers(tensors[len(indices) :], list(indices))
 
+    def note_round(self, indices: Sequence[int], reports: Sequence[Report]) -> None:
+        """Note the reports of the round that has made these anchors."""
+        self._made_by.update(dict.fromkeys(indices, float(crc32(repr(list(reports)).encode()))))
+
     def checksum(self, indices: Sequence[int]) -> float:
         """Sum of the anchors' bits, the same on all machines; NaN where some are missing.
 
-        0 without anchors, or without a format if a round has made them: machines may round an outer step differently.
+        Without a format, if rounds have made them, that of what was reported in those: machines may round an outer step
+        differently. 0 without anchors.
         """
-        if not self.has_anchors or (self._format is None and self._own.isdisjoint(indices)):
+        if not self.has_anchors:
             return 0.0
+        if self._format is None and self._own.isdisjoint(indices):
+            return sum(self._made_by.get(i, 0.0) for i in indices) % 2**53
         if any(i not in self._anchors for i in indices):
             return math.nan
         return float(sum(_bits(self._anchors[i]) for i in indices) % 2**53)
@@ -141,7 +151,9 @@ class OuterStep:
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"anchors": dict(self._anchors)} if self.has_anchors else {}
+        state: dict[str, Any] = {}
+        if self.has_anchors:
+            state = {"anchors": dict(self._anchors), "made_by": dict(self._made_by)}
         if self._nesterov is not None:
             state["outer"] = self._nesterov.state_dict()
         if self._format is not None:
@@ -153,6 +165,7 @@ class OuterStep:
         fits = self.has_anchors and "anchors" in state and (self._nesterov is None or "outer" in state)
         state = state if fits else {}
         self._anchors, self._own = dict(state.get("anchors", {})), set()
+        self._made_by = dict(state.get("made_by", {}))
         if self._nesterov is not None:
             self._nesterov.load_state_dict(state.get("outer", {"buffers": {}}))
         self._left = {kind: dict(state.get("left", {}).get(kind, {})) for kind in self._left}
