@@ -202,11 +202,14 @@ class OrdinaryBatch(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """``scaled_dot_product_attention`` that keeps what a fused kernel does; meta tensors alone go the long way."""
+    """``scaled_dot_product_attention`` that keeps what a fused kernel does; meta tensors alone go the long way, as do
+    keys that heads share by broadcast, which no fused kernel takes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
+        if func is nn.functional.scaled_dot_product_attention and (
+            args[0].shape[1] == args[1].shape[1] or kwargs.get("enable_gqa")
+        ):
             return _Fused.apply(*args[:3], args[3] if len(args) > 3 else kwargs.get("attn_mask"))
         return func(*args, **kwargs)
 

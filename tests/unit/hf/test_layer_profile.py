@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma3TextConfig, Gemma4TextConfig, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
+from transformers import (
+    FalconConfig,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+)
 
 from paceline.hf import layer_profile as module
 from paceline.hf.activations import count_items
@@ -36,6 +44,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gpt2": GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=97, bos_token_id=1, eos_token_id=2, **NO_DROPOUT),
     "mixtral": MixtralConfig(**TINY, num_local_experts=4, output_router_logits=True),
     "gemma3": Gemma3TextConfig(**TINY, head_dim=8, layer_types=SLIDING, sliding_window=8),
+    "falcon": FalconConfig(**TINY),  # one head of keys for all queries, which no fused kernel takes
 }
 SHAPE: dict[str, Any] = {"dtype": torch.float32, "micro_batch_size": 2, "sequence_length": 32}
 CPU = torch.device("cpu")
