@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma4TextConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import Gemma4TextConfig, LlamaConfig, OPTConfig, Qwen3MoeConfig
 
 from paceline.data.datasets import DEFAULT_BLOCK_SIZE
 from paceline.hf.layer_profile import fingerprint
+from paceline.hf.weights import skeleton
 from paceline.launch.cli import main
 from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile
 from paceline.measure.tokens import MOST_TOKENS
@@ -25,6 +26,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 500,
     "max_position_embeddings": 128,
 }
+OPT = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 PARTS = ("weights", "gradients", "masters", "moments", "activations", "working", "transport")
 GIB = 2**30
 
@@ -257,6 +259,11 @@ def test_weights_that_embedding_and_head_of_a_device_share_are_there_once(
         assert not any(fit(fitting, *short)[0]["recomputed"])
         LlamaConfig(**SIZES, tie_word_embeddings=False).save_pretrained(model)
         assert any(fit(fitting, *short)[0]["recomputed"])
+    narrow = OPTConfig(**{key: SIZES[key] for key in OPT}, ffn_dim=128, word_embed_proj_dim=16)
+    narrow.save_pretrained(model)
+    own, _ = fit(ds(pipeline=pipeline), *argv)
+    parameters = sum(parameter.numel() for parameter in skeleton(narrow).parameters())
+    assert sum(row["weights"] for row in own["memory"]) == 4 * (parameters + (0 if once else 500 * 16))
 
 
 def test_what_does_not_fit(fit: Any) -> None:

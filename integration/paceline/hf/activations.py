@@ -24,7 +24,7 @@ from .cross_entropy import working_bytes
 from .layer_blocks import blocks_of
 from .once import once_a_config
 from .quiet_transformers import quiet
-from .stage import CausalLMStage, Cut, prune, tied_weight
+from .stage import CausalLMStage, Cut, num_tied, prune
 from .weights import causal_config, skeleton
 
 EXPERTS = "experts"
@@ -110,9 +110,7 @@ def _counted(
         )
     parameters, saved, logits, _ = _run(config, half_layers, Cut(count, count, False, True), dtype, stream)
     working = working_bytes(model.loss_function, logits)
-    is_tied = tied_weight(model, anatomy) is not None
-    tied = model.get_input_embeddings().weight.numel() if is_tied else 0
-    items.append(ItemMemory("head", parameters, saved, 0, working, tied_parameters=tied))
+    items.append(ItemMemory("head", parameters, saved, 0, working, tied_parameters=num_tied(model, anatomy)))
     return tuple(recomputed(items) if gradient_checkpointing else items)
 
 

@@ -22,6 +22,7 @@ from .activations import count_items
 from .anatomy import Anatomy, anatomy_of
 from .layer_blocks import Block, blocks_of
 from .quiet_transformers import quiet
+from .stage import num_tied
 from .weights import causal_config, skeleton
 
 BACKWARD = 2.0
@@ -134,7 +135,7 @@ def workload_of(
         row_bytes=float(text.hidden_size * element),
         num_experts=num_experts,
         top_k=top_k,
-        tied_parameters=text.vocab_size * text.hidden_size if getattr(text, "tie_word_embeddings", False) else 0,
+        tied_parameters=num_tied(model, anatomy),
         stage=stage,
         recomputed=tuple(range(1, len(items) - 1)) if shape.gradient_checkpointing else (),
         blocks_per_layer=anatomy.blocks_per_layer,
@@ -186,7 +187,8 @@ def _operations(model: PreTrainedModel, anatomy: Anatomy, tokens: int, sequence_
         if block.kind not in of_kind:
             width = widths[number // anatomy.blocks_per_layer] if block.has_attention else 0
             of_kind[block.kind] = _of_block(block, text, tokens, 2.0 * tokens * sequence_length * width)
-    head = 2.0 * tokens * text.vocab_size * text.hidden_size
+    embedding: Any = model.get_input_embeddings()  # in opt-350m narrower than the hidden states, as the head is
+    head = 2.0 * tokens * text.vocab_size * embedding.weight.shape[1]
     return [_Operations(0.0), *(of_kind[block.kind] for block in blocks), _Operations(head)]
 
 

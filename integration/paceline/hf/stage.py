@@ -228,6 +228,12 @@ def tied_weight(model: PreTrainedModel, anatomy: Anatomy) -> str | None:
     return embedding if embedding in names else None
 
 
+def num_tied(model: PreTrainedModel, anatomy: Anatomy) -> int:
+    """Parameters of the embedding weight if the model's head is tied to it, else 0."""
+    name = tied_weight(model, anatomy)
+    return 0 if name is None else model.get_parameter(name).numel()
+
+
 def _drop_lost_ties(model: PreTrainedModel) -> None:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     ties = getattr(model, "all_tied_weights_keys", None) or {}

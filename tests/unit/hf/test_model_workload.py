@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Gemma4TextConfig, LlamaConfig, MixtralConfig
+from transformers import DeepseekV3Config, Gemma4TextConfig, LlamaConfig, MixtralConfig, OPTConfig
 
 from paceline.hf.model_workload import Shape, workload_of
 from paceline.hf.weights import skeleton
@@ -116,3 +116,12 @@ def test_tied_embeddings_and_precision() -> None:
     assert (workload.num_heads, workload.num_kv_heads, workload.num_experts) == (4, 2, 0)
     whole = workload_of(config, Shape(torch.float32, 2, 32, 8), flops_per_s=FLOPS_PER_S)
     assert whole.states.weight_bytes == 4
+
+
+def test_an_embedding_that_is_narrower_than_the_hidden_states() -> None:
+    """As that of opt-350m, which the head is tied to."""
+    sizes = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 500}
+    config = OPTConfig(**sizes, word_embed_proj_dim=16)
+    workload = workload_of(config, SHAPE, flops_per_s=FLOPS_PER_S)
+    assert workload.tied_parameters == 500 * 16
+    assert workload.items[-1].forward_s * FLOPS_PER_S == pytest.approx(2 * SHAPE.tokens * 500 * 16)
