@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..measure.flops import NUM_EXPERTS, TOP_K, first_of
+from ..measure.flops import NUM_EXPERTS, experts_of_token, first_of
 from ..planning.memory import ItemMemory
 from ..planning.recomputation import recomputed
 from .anatomy import Anatomy, anatomy_of
@@ -151,7 +151,7 @@ def _run(
 def _factor_bytes(model: PreTrainedModel, tokens: int) -> float:
     """:func:`factor_bytes` of all products of a model, which the gradients of its weights are made of."""
     text: Any = model.config.get_text_config()
-    rows = tokens * first_of(text, TOP_K)
+    rows = tokens * experts_of_token(text)
     found: list[tuple[float, Tensor]] = []
     for path, module in model.named_modules():
         is_expert = EXPERTS in path.split(".")

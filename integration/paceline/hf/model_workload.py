@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..measure.flops import NUM_EXPERTS, TOP_K, attention_widths, first_of, size_of
+from ..measure.flops import NUM_EXPERTS, TOP_K, attention_widths, experts_of_token, first_of, size_of
 from ..measure.profile_file import Profile
 from ..planning.memory import States
 from ..planning.workload import NOTHING_BESIDE, Item, Workload
@@ -198,7 +198,7 @@ def _of_block(block: Block, text: Any, tokens: int, attention: float) -> _Operat
     dense = 2.0 * tokens * (block.num_parameters - experts) + attention
     if not experts:
         return _Operations(dense)
-    rows, count = tokens * first_of(text, TOP_K), first_of(text, NUM_EXPERTS)
+    rows, count = tokens * experts_of_token(text), first_of(text, NUM_EXPERTS)
     routed = 2.0 * rows * experts / count
     # A weight of H x F has F outputs a row for H inputs: the elements kept are about weights / H.
     kept = rows * (text.hidden_size + experts / count / text.hidden_size)

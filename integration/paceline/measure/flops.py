@@ -10,11 +10,19 @@ from transformers import PreTrainedModel
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk", "top_k_experts")
 
+COMPUTE_ALL = ("llama4_text",)
+"""Model types whose experts compute every token, and whose routers weigh what comes out."""
+
 
 def first_of(config: Any, names: tuple[str, ...]) -> int:
     """The first of these sizes that a model's config has; 1 if it has none. The mean one of a list of the layers'."""
     value = next((value for name in names if (value := getattr(config, name, None))), 1)
     return round(sum(value) / len(value)) if isinstance(value, list) else int(value)
+
+
+def experts_of_token(config: Any) -> int:
+    """Experts that compute each token: those that it is routed to, or all."""
+    return first_of(config, NUM_EXPERTS if config.model_type in COMPUTE_ALL else TOP_K)
 
 
 def size_of(config: Any, name: str) -> Any:

@@ -21,7 +21,7 @@ from ..comm.shapes import Meta, Shapes, Value, meta_of
 from ..hf.early_recomputation import Checkpoints
 from ..hf.masks import known
 from ..hf.stage import LABELS, LOGITS, SIDE_INPUTS, CausalLMStage
-from ..measure.flops import TOP_K, first_of
+from ..measure.flops import experts_of_token
 from ..optim.gradient_buckets import Completes
 from ..optim.stacked_experts import most_deferred_bytes
 from .early_room import Extent
@@ -301,7 +301,7 @@ class CausalLMRunner(StageRunner):
         if not self._module.is_recomputed:
             return None
         model, tokens = self._module.models[self._chunk], max(shape.batch * shape.length for shape in self._book.shapes)
-        rows = tokens * first_of(self._module.config.get_text_config(), TOP_K)
+        rows = tokens * experts_of_token(self._module.config.get_text_config())
         return most_deferred_bytes(model, heads_of(model), tokens=tokens, rows=rows)
 
     def may_keep(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Gemma4TextConfig, LlamaConfig, MixtralConfig, OPTConfig
+from transformers import DeepseekV3Config, Gemma4TextConfig, Llama4TextConfig, LlamaConfig, MixtralConfig, OPTConfig
 
 from paceline.hf.model_workload import Shape, workload_of
 from paceline.hf.weights import skeleton
@@ -74,6 +74,14 @@ def test_experts() -> None:
     forward_s = 6 * 2 * 64**2 * 128 / FLOPS_PER_S
     assert layer.expert_s == pytest.approx((forward_s, 2 * forward_s))
     assert 0 < layer.expert_saved_bytes < layer.memory.saved_bytes
+
+
+def test_experts_that_compute_every_token() -> None:
+    """Llama 4's, whichever the router chooses."""
+    config = Llama4TextConfig(**SIZES, intermediate_size_mlp=128, num_local_experts=8, num_experts_per_tok=1)
+    layer = workload_of(config, SHAPE, flops_per_s=FLOPS_PER_S).items[1]
+    assert layer.expert_parameters == 8 * 3 * 64 * 128
+    assert layer.expert_s[0] * FLOPS_PER_S == pytest.approx(2 * SHAPE.tokens * layer.expert_parameters)
 
 
 def test_layers_without_experts_in_a_model_with_them() -> None:
