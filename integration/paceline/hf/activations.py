@@ -217,8 +217,11 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        batch, heads, length, _ = query.shape
-        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        batch, heads, length, size = query.shape
+        if value.shape[-1] == size:  # it lies in memory as the queries do, and the layer may have to copy it
+            output = torch.empty_like(query)
+        else:
+            output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         saved = [query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32)]
         if mask is not None:
             saved.append(query.new_empty(mask.shape) if mask.dtype is torch.bool else mask)

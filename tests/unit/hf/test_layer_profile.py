@@ -12,6 +12,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -44,6 +45,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gpt2": GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=97, bos_token_id=1, eos_token_id=2, **NO_DROPOUT),
     "mixtral": MixtralConfig(**TINY, num_local_experts=4, output_router_logits=True),
     "gemma3": Gemma3TextConfig(**TINY, head_dim=8, layer_types=SLIDING, sliding_window=8),
+    "gpt_neox": GPTNeoXConfig(**TINY),  # rotates a part of its queries, and copies what attention puts out
     "falcon": FalconConfig(**TINY),  # one head of keys for all queries, which no fused kernel takes
 }
 SHAPE: dict[str, Any] = {"dtype": torch.float32, "micro_batch_size": 2, "sequence_length": 32}
