@@ -22,7 +22,7 @@ def first_of(config: Any, names: tuple[str, ...]) -> int:
 
 def experts_of_token(config: Any) -> int:
     """Experts that compute each token: those that it is routed to, or all."""
-    return first_of(config, NUM_EXPERTS if config.model_type in COMPUTE_ALL else TOP_K)
+    return first_of(config, NUM_EXPERTS if getattr(config, "model_type", "") in COMPUTE_ALL else TOP_K)
 
 
 def size_of(config: Any, name: str) -> Any:
