@@ -285,7 +285,7 @@ def _boundaries(
     from paceline.planning.stages import plan_stages
     from paceline.runtime.early_room import keeps_what_has_room
     from paceline.runtime.first_partition import as_it_takes, as_written, by_work
-    from paceline.runtime.hetero import Shape, kept_stages, without_again
+    from paceline.runtime.hetero import Shape, kept_stages, seconds_of
     from paceline.runtime.module import items_of, partition_items
 
     fits = resolved.recompute == FIT
@@ -318,8 +318,8 @@ def _boundaries(
     if path is not None:
         profile = Profile.load(path)
         profile.check_model(fingerprint(config), path, num_items=len(items))
-        is_less = may_keep and profile.gradient_checkpointing
-        seconds = without_again(profile.items) if is_less else [(i.forward_s, i.backward_s) for i in profile.items]
+        runs = checkpointing and not may_keep
+        seconds = seconds_of(profile.items, measured=profile.gradient_checkpointing, runs=runs)
         if len(profile.devices) == resolved.stages:
             speeds = [device.speed for device in profile.devices]
     owners = resolved.schedule.optimizer_owners

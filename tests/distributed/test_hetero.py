@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile
+from paceline.planning.memory import States, stage_memory
 from support.jobs import ds_config, model_config, step_batches
 from support.ranks import RankError, run_ranks
 
@@ -143,15 +145,35 @@ def boundaries_with_checkpointing(path: str, keeps: bool) -> list[int]:
 
 def test_layers_that_keep_their_activations_count_as_they_are(tmp_path: Path) -> None:
     """Layers of 0.03 s, a head of 0.19: eight against two and the head. With their forwards once more, seven."""
+    path = recomputed_profile(tmp_path / "p.json")
+    for keeps, end in ((True, 9), (False, 8)):
+        assert run_ranks(boundaries_with_checkpointing, 2, path, keeps) == [[0, end, 12]] * 2
+
+
+def recomputed_profile(path: Path) -> str:
     layer = ItemProfile("layers.0", "LlamaDecoderLayer", 0.01, 0.03, 1000, 64, 10_000)
     items = (
         ItemProfile("embedding", "Embedding", 0.0, 0.0, 10, 64, 3104),
         *(replace(layer, name=f"layers.{index}") for index in range(LAYERS)),
         ItemProfile("head", "Head", 0.06, 0.13, 1000, 0, 3136),
     )
-    path = write_profile(tmp_path / "p.json", (1.0, 1.0), items=items, gradient_checkpointing=True)
-    for keeps, end in ((True, 9), (False, 8)):
-        assert run_ranks(boundaries_with_checkpointing, 2, path, keeps) == [[0, end, 12]] * 2
+    return write_profile(path, (1.0, 1.0), items=items, gradient_checkpointing=True)
+
+
+def boundaries_within(path: str, limits: Sequence[int | None]) -> list[list[int]]:
+    return [boundaries(2, path, memory_bytes=limit)["boundaries"] for limit in limits]
+
+
+def test_a_run_that_keeps_what_was_recomputed(tmp_path: Path) -> None:
+    """Its layers take a forward less than those of the profile, and keep what is counted, not their input alone."""
+    from paceline.hf.activations import count_items
+
+    path = recomputed_profile(tmp_path / "p.json")
+    counted = count_items(
+        model_config(num_hidden_layers=LAYERS), dtype=torch.float32, micro_batch_size=2, sequence_length=16
+    )
+    limit = round(stage_memory(counted, [0, 7, 12], 0, States(), 2).total)
+    assert run_ranks(boundaries_within, 2, path, [None, limit]) == [[[0, 9, 12], [0, 7, 12]]] * 2
 
 
 def measured_boundaries(is_alike: bool) -> dict[str, Any]:

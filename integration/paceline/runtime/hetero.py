@@ -154,17 +154,19 @@ def hetero_boundaries(
                 measured = replace(given, devices=measured.devices, links=measured.links)
             limited = [Device(own.speed, memory_bytes or own.free_bytes) for own in devices]
             order, owners = schedule.planned(num_stages, micro_batches), schedule.optimizer_owners
-            seconds = [(item.forward_s, item.backward_s) for item in items]
+            had, has = measured.gradient_checkpointing, shape.gradient_checkpointing
+            is_alike = had == has and measured.dtype == str(shape.dtype).removeprefix("torch.")
             kept: StagePlan | None = None
-            if shape.gradient_checkpointing and expert_parallel == 1 and keeps_what_has_room(schedule):
-                once = without_again(items) if measured.gradient_checkpointing else seconds
+            if has and expert_parallel == 1 and keeps_what_has_room(schedule):
+                once = seconds_of(items, measured=had, runs=False)
                 kept = kept_stages(config, shape, once, limited, states, order, links, owners=owners)
             if kept is not None:
                 plan, again = RecomputedStages(kept, ())
             else:
                 plan, again = fastest_stages(
-                    _memory(config, shape, items, expert_parallel, num_copies),
-                    *(seconds, limited, states, order, links),
+                    _memory(config, shape, items, expert_parallel, num_copies, is_alike=is_alike),
+                    seconds_of(items, measured=had, runs=has),
+                    *(limited, states, order, links),
                     owners=owners,
                     may_recompute=may_recompute,
                 )
@@ -304,16 +306,26 @@ class _Path(NamedTuple):
 
 
 def _memory(
-    config: PretrainedConfig, shape: Shape, items: Sequence[ItemProfile], expert_parallel: int, num_copies: int = 0
+    config: PretrainedConfig,
+    shape: Shape,
+    items: Sequence[ItemProfile],
+    expert_parallel: int,
+    num_copies: int = 0,
+    *,
+    is_alike: bool,
 ) -> list[ItemMemory]:
-    """What was measured; what an item works with is counted, where that can be."""
+    """What was measured; what an item works with is counted, where that can be.
+
+    Args:
+        is_alike: the run keeps what was measured; another dtype or gradient checkpointing has it counted too.
+    """
     try:
-        counted = [
-            (item.working_bytes, item.first_bytes, item.tied_parameters)
-            for item in count_items(config, **shape._asdict())
-        ]
+        memories = count_items(config, **shape._asdict())
+        counted = [(item.working_bytes, item.first_bytes, item.tied_parameters) for item in memories]
     except ValueError:  # its forward depends on values; the tenth that is left of free memory is for this
-        counted = [(0.0, 0.0, 0)] * len(items)
+        counted, is_alike = [(0.0, 0.0, 0)] * len(items), True
+    if not is_alike:
+        return shared_memory(config, memories, expert_parallel, num_copies, half_layers=shape.half_layers)
     memories = [
         ItemMemory(
             *(item.name, item.num_parameters, item.saved_bytes, item.output_bytes, working),
@@ -355,10 +367,15 @@ def kept_stages(
     return plan
 
 
-def without_again(items: Sequence[ItemProfile]) -> list[tuple[float, float]]:
-    """Seconds of each item's forward and backward, if layers that compute their forward again in it did not."""
+def seconds_of(items: Sequence[ItemProfile], *, measured: bool, runs: bool) -> list[tuple[float, float]]:
+    """Seconds of each item's forward and backward.
+
+    Args:
+        measured: layers have computed their forward again in the backward.
+        runs: they are to do so.
+    """
     first, *layers, head = ((item.forward_s, item.backward_s) for item in items)
-    return [first, *((forth, max(back - forth, 0.0)) for forth, back in layers), head]
+    return [first, *((forth, max(back + (runs - measured) * forth, 0.0)) for forth, back in layers), head]
 
 
 def shared_memory(
