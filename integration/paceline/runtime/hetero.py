@@ -312,7 +312,7 @@ def _memory(
     expert_parallel: int,
     num_copies: int = 0,
     *,
-    is_alike: bool,
+    is_alike: bool = True,
 ) -> list[ItemMemory]:
     """What was measured; what an item works with is counted, where that can be.
 
