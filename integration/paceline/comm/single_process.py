@@ -5,18 +5,19 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, MutableMapping
 
-_LAUNCHED = (
-    *("RANK", "LOCAL_RANK"),  # torchrun, accelerate, deepspeed
-    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE"),  # MPI, which DeepSpeed asks for ranks
+_LAUNCHED = ("RANK", "LOCAL_RANK")  # torchrun, accelerate, deepspeed
+_SIZES = (
+    *("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+    "SLURM_STEP_NUM_TASKS",  # for what srun starts, not for a batch script
 )
-_SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # Slurm sets the second for what srun starts, not for a batch script
 
 
 def is_alone(environment: Mapping[str, str]) -> bool:
-    """Whether this process was started by itself: plain ``python``, a notebook."""
+    """Whether this process is the only one: plain ``python``, a notebook, ``mpirun`` or ``srun`` with one task."""
     if any(environment.get(name) for name in _LAUNCHED):
         return False
-    return all(environment.get(name, "1") in ("", "1") for name in _SIZES)
+    sizes = {environment[name] for name in _SIZES if environment.get(name)}
+    return sizes == {"1"} or not (sizes or environment.get("PMIX_RANK"))
 
 
 def become_a_world(environment: MutableMapping[str, str]) -> None:

@@ -18,6 +18,10 @@ from paceline.comm.single_process import become_a_world, is_alone
         ({"LOCAL_RANK": "0"}, False),
         ({"WORLD_SIZE": "2"}, False),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "1"}, False),
+        ({"PMIX_RANK": "0"}, False),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, True),
+        ({"PMIX_RANK": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, True),  # srun --pty bash
     ],
 )
 def test_who_is_alone(environment: dict[str, str], alone: bool) -> None:
