@@ -133,7 +133,7 @@ class Changes(Protocol):
     def planned(self, *, switched: bool) -> None:
         """A planning is over."""
 
-    def planning_by(self, done: int, next_planning: int) -> int | None:
+    def planning_by(self, done: int) -> int | None:
         """When all actuators are to plan, after ``done`` steps, if steps have changed. The same on all ranks."""
 
 
@@ -226,11 +226,10 @@ class Controller:
             self._begun = {}
             self._decide(begun)
         if self._changes is not None:
-            soonest = min(interval.next for interval in self._actuators.values())
-            planning = self._changes.planning_by(self._done, soonest)
+            planning = self._changes.planning_by(self._done)
             if planning is not None:
                 for interval in self._actuators.values():
-                    interval.next = min(interval.next, planning)
+                    interval.next = planning
         if self.measurements.is_complete(self._done):
             planned = {a: interval.steps_if_due(self._done) for a, interval in self._actuators.items()}
             if due := {actuator: steps for actuator, steps in planned.items() if steps is not None}:

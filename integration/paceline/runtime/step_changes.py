@@ -31,30 +31,30 @@ class StepChanges:
     def __init__(self, notice: Notice, forget: Callable[[], None], *, decides: bool) -> None:
         self._notice, self._forget, self._decides = notice, forget, decides
         self._watch = StepWatch()
-        self._has_planned = False
+        self._has_planned = self._is_told = False
 
     def step_took(self, seconds: float, size: float = 1.0) -> None:
         """A step of ``size`` tokens, or samples, is over, which took so long on this rank's host."""
         if self._has_planned and self._decides:
             self._watch.add(seconds, size)
-            self._notice.notices_change = self._watch.has_changed
+            self._notice.notices_change = self._watch.has_changed and not self._is_told
 
     def planned(self, *, switched: bool) -> None:
-        """A planning is over: what steps take from now on is usual."""
+        """A planning is over: what steps take from now on is usual, but after a change that not all have heard of."""
         self._has_planned = True
+        if self._watch.has_changed and not self._is_told:
+            return  # what was planned with is mostly of the steps before
         self._watch.planned(switched=switched)
-        self._notice.notices_change = False
+        self._is_told = self._notice.notices_change = False
 
-    def planning_by(self, done: int, next_planning: int) -> int | None:
+    def planning_by(self, done: int) -> int | None:
         """When everything is to be planned anew, after ``done`` steps, if a change was noticed. The same on all ranks.
 
-        Args:
-            next_planning: when the next planning of anything is to be. One that is near enough counts for all.
+        No planning comes before: most of what was measured until now is of the steps before the change.
         """
         is_noticed, self._notice.change_is_noticed = self._notice.change_is_noticed, False
         if not is_noticed:
             return None
-        self._notice.notices_change = False
-        if next_planning > done + MEASURED:
-            self._forget()
-        return min(next_planning, done + MEASURED)
+        self._is_told, self._notice.notices_change = True, False
+        self._forget()
+        return done + MEASURED

@@ -17,32 +17,37 @@ class Rank:
         self.forgot += 1
 
 
-def run(seconds: list[float], next_planning: int = 1000) -> list[tuple[list[int | None], list[int]]]:
-    """Of two ranks, when they were to plan, by steps done, and how often they had forgotten by then."""
+def run(seconds: list[float], planned_at: int = 0) -> list[tuple[list[int | None], list[int]]]:
+    """Of two ranks, when they were to plan, by steps done, and how often they had forgotten by then.
+
+    Args:
+        planned_at: steps after which a planning came by itself, beside the one after the first.
+    """
     ranks = [Rank(decides=True), Rank(decides=False)]
     told: list[tuple[list[int | None], list[int]]] = []
     for done, each in enumerate(seconds):
-        plannings = [rank.changes.planning_by(done, next_planning) for rank in ranks]
+        plannings = [rank.changes.planning_by(done) for rank in ranks]
         told.append((plannings, [rank.forgot for rank in ranks]))
         noticed = any(rank.notice.notices_change for rank in ranks)  # as they tell each other when a step begins
         for rank in ranks:
             rank.notice.change_is_noticed = noticed
             rank.changes.step_took(each)
-        if done == 0:
+        if done + 1 in (1, planned_at):
             for rank in ranks:
                 rank.changes.planned(switched=False)
     return told
 
 
 def test_all_ranks_plan_after_two_steps_that_are_measured_anew() -> None:
-    told = run([1.0] * 8 + [2.0] * 4)
-    assert all(plannings == [None, None] for plannings, _ in told[:11])
+    told = run([1.0] * 8 + [2.0] * 6)
+    assert all(plannings == [None, None] for plannings, _ in told[:11] + told[12:])
     assert told[11] == ([11 + MEASURED] * 2, [1, 1]), "after two longer steps, and one that began with the notice"
 
 
-def test_a_planning_that_is_near_counts_for_all_and_nothing_is_forgotten() -> None:
-    told = run([1.0] * 8 + [2.0] * 4, next_planning=12)
-    assert told[11] == ([12, 12], [0, 0])
+def test_a_planning_just_after_a_change_is_not_the_one_that_it_calls_for() -> None:
+    """Nearly all that it was made of is of the steps before."""
+    told = run([1.0] * 8 + [2.0] * 4, planned_at=10)
+    assert told[11] == ([11 + MEASURED] * 2, [1, 1])
 
 
 def test_before_the_first_planning_nothing_is_usual() -> None:
@@ -60,4 +65,6 @@ def test_what_steps_take_after_a_planning_is_usual() -> None:
         for _ in range(count):
             rank.changes.step_took(seconds)
         noticed.append(rank.notice.notices_change)
+        rank.notice.change_is_noticed = noticed[-1]
+        rank.changes.planning_by(0)
     assert noticed == [False, True, False]
