@@ -74,7 +74,7 @@ def _model_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> P
             near = nearest(args.model_type, list(CONFIG_MAPPING))
             remedy = f"did you mean {near}?" if near else "give a model_type of transformers, such as llama."
             raise ValueError(f"--model_type {args.model_type}: transformers has no such type; {remedy}")
-        return args.override(AutoConfig.for_model(args.model_type, **_special_tokens(tokenizer)))
+        return _as_flags_say(AutoConfig.for_model(args.model_type, **_special_tokens(tokenizer)), args)
     try:
         config = AutoConfig.from_pretrained(
             name, cache_dir=args.cache_dir, revision=args.model_revision, token=args.token
@@ -84,6 +84,13 @@ def _model_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> P
         raise ValueError(f"--{flag} {name}: no model config can be loaded: {error}") from error
     if args.model_name_or_path is None:
         config.update(_special_tokens(tokenizer))
+    return _as_flags_say(config, args)
+
+
+def _as_flags_say(config: PretrainedConfig, args: ModelArguments) -> PretrainedConfig:
+    """``config``, changed. What layers keep is counted and measured by it, and eager attention keeps its scores."""
+    if args.attn_implementation == "eager":
+        config._attn_implementation = args.attn_implementation
     return args.override(config)
 
 
