@@ -209,6 +209,15 @@ def choose(options: Sequence[Option], usual: Stages) -> Option | None:
     return min(near, key=lambda option: (option.shape != usual, option.chunks, option.stages))
 
 
+def why_chosen(best: Option, options: Sequence[Option]) -> str:
+    """The reason for which :func:`choose` took ``best`` of these options, and what is predicted of the others."""
+    others = [option for option in options if option != best and not option.why_not]
+    is_fastest = all(best.step_s <= option.step_s for option in others)
+    which = "the fastest" if is_fastest else f"the default, or the simplest, of those within {NEAR:.0%} of the fastest"
+    shown = [f"{best.step_s:.4g} s a step predicted", *(f"{each.step_s:.4g} with {each.shape.text}" for each in others)]
+    return f"{which} that fits: {', '.join(shown)}"
+
+
 def slowdown(
     seconds: Sequence[float],
     stages: int,

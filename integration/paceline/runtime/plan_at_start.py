@@ -56,7 +56,7 @@ from ..measure.profile_file import ItemProfile, Profile, device_profile
 from ..planning.cluster import Cluster
 from ..planning.finer_cuts import HEAD_SLICES, halves_may_gain, slices_may_gain
 from ..planning.memory import States
-from ..planning.stage_choice import Option, Stages, choose, scaled, slowdown
+from ..planning.stage_choice import Option, Stages, choose, scaled, slowdown, why_chosen
 from ..planning.stage_pool import Entry, StagePool
 from ..planning.workload import StageTimes, Workload
 from ..supervise.watch import EVERYONE, WATCH
@@ -437,8 +437,7 @@ def _with_reasons(
     Args:
         fits: layers may be recomputed so that the rest fits.
     """
-    others = [f"{other.step_s:.4g} with {other.shape.text}" for other in options if other != best and not other.why_not]
-    why = f"the fastest that fits: {best.step_s:.4g} s a step predicted" + (f", {', '.join(others)}" if others else "")
+    why = why_chosen(best, options)
     are_given = len(options) == 1 or has_stages(usual.section, usual.ds_config)  # one option: halves alone are planned
     chosen = {} if are_given else {STAGES: Choice(best.stages, why)}
     if best.stages > 1 and _follows_speed(plan, measured) and plan.partition_choice.method != HETERO:

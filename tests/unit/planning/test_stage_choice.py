@@ -11,7 +11,7 @@ from paceline.planning.cluster import Cluster, Fabric
 from paceline.planning.memory import ItemMemory, States, stage_memory, with_head_slices
 from paceline.planning.partition_methods import by_work
 from paceline.planning.recomputation import recomputed
-from paceline.planning.stage_choice import Option, Stages, choose, predicted, scaled, slowdown
+from paceline.planning.stage_choice import Option, Stages, choose, predicted, scaled, slowdown, why_chosen
 from paceline.planning.stage_pool import Entry, StagePool
 from paceline.planning.strategy import Plan, plan_of
 from paceline.planning.strategy_shape import Strategy
@@ -93,6 +93,12 @@ def test_among_nearly_equal_ones_the_usual_is_taken() -> None:
     assert choose([option(2, 1.0, 2), option(2, far)], Stages(2)) == option(2, 1.0, 2)
     assert choose([option(2, 1.0, 2), option(2, far), option(4, near)], Stages(2)) == option(4, near)
     assert choose([option(2, near, 2), option(2, 1.0)], Stages(2, 2)) == option(2, near, 2)
+    both = [option(1, 1.0), option(2, near), option(4, 0.5)._replace(why_not="it needs more memory")]
+    assert why_chosen(both[0], both) == "the fastest that fits: 1 s a step predicted, 1.027 with 2 stages"
+    assert why_chosen(both[1], both) == (
+        "the default, or the simplest, of those within 3% of the fastest that fits: 1.027 s a step predicted, "
+        "1 with 1 stage"
+    )
 
 
 def in_chunks(work: Workload, where: Cluster) -> Option | None:
