@@ -15,8 +15,12 @@ COMPUTE_ALL = ("llama4_text",)
 
 
 def first_of(config: Any, names: tuple[str, ...]) -> int:
-    """The first of these sizes that a model's config has; 1 if it has none. The mean one of a list of the layers'."""
-    value = next((value for name in names if (value := getattr(config, name, None))), 1)
+    """The first of these sizes that a model's config has; 1 if it has none. The mean one of a list of the layers'.
+
+    DBRX has them in a config of its feed-forward part.
+    """
+    owners = config, getattr(config, "ffn_config", None)
+    value = next((value for owner in owners for name in names if (value := getattr(owner, name, None))), 1)
     return round(sum(value) / len(value)) if isinstance(value, list) else int(value)
 
 

@@ -54,6 +54,21 @@ def test_experts_count_as_far_as_tokens_meet_them() -> None:
     assert count(3) - count(1) == pytest.approx(6 * 2 * one_expert * 2)
 
 
+def test_experts_that_are_in_a_part_of_the_config() -> None:
+    """Those of DBRX."""
+    from transformers import DbrxConfig
+
+    def count(top_k: int) -> float:
+        experts = {"hidden_size": 32, "ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": top_k}
+        config = DbrxConfig(
+            d_model=32, n_heads=4, n_layers=2, vocab_size=97, attn_config={"rope_theta": 1e4}, ffn_config=experts
+        )
+        return flops_per_token(skeleton(config), 2, 16)
+
+    one_expert = 3 * 32 * 64
+    assert count(3) - count(1) == pytest.approx(6 * 2 * one_expert * 2)
+
+
 @pytest.mark.parametrize("name", ["moe_topk", "top_k_experts"])
 def test_a_models_own_name_for_the_experts_of_a_token(name: str) -> None:
     from types import SimpleNamespace
