@@ -133,7 +133,7 @@ class Changes(Protocol):
     def planned(self, *, switched: bool) -> None:
         """A planning is over."""
 
-    def planning_by(self, done: int) -> int | None:
+    def planning_by(self, done: int, next_planning: int) -> int | None:
         """When all actuators are to plan, after ``done`` steps, if steps have changed. The same on all ranks."""
 
 
@@ -226,7 +226,8 @@ class Controller:
             self._begun = {}
             self._decide(begun)
         if self._changes is not None:
-            planning = self._changes.planning_by(self._done)
+            soonest = min(interval.next for interval in self._actuators.values())
+            planning = self._changes.planning_by(self._done, soonest)
             if planning is not None:
                 for interval in self._actuators.values():
                     interval.next = planning

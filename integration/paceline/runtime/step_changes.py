@@ -10,6 +10,9 @@ from ..planning.step_watch import StepWatch
 MEASURED = 2
 """Steps that are measured after a change was noticed, before a planning."""
 
+FEW = 4 * MEASURED
+"""Steps from one planning to the next up to which it counts for a change just before it."""
+
 
 class Notice(Protocol):
     """Flags that go along with what the ranks tell each other when a step begins."""
@@ -32,9 +35,12 @@ class StepChanges:
         self._notice, self._forget, self._decides = notice, forget, decides
         self._watch = StepWatch()
         self._has_planned = self._is_told = False
+        self._steps = 0
+        """Since the last planning."""
 
     def step_took(self, seconds: float, size: float = 1.0) -> None:
         """A step of ``size`` tokens, or samples, is over, which took so long on this rank's host."""
+        self._steps += 1
         if self._has_planned and self._decides:
             self._watch.add(seconds, size)
             self._notice.notices_change = self._watch.has_changed and not self._is_told
@@ -42,19 +48,25 @@ class StepChanges:
     def planned(self, *, switched: bool) -> None:
         """A planning is over: what steps take from now on is usual, but after a change that not all have heard of."""
         self._has_planned = True
-        if self._watch.has_changed and not self._is_told:
+        steps, self._steps = self._steps, 0
+        if self._watch.has_changed and not self._is_told and steps > FEW:
             return  # what was planned with is mostly of the steps before
         self._watch.planned(switched=switched)
         self._is_told = self._notice.notices_change = False
 
-    def planning_by(self, done: int) -> int | None:
+    def planning_by(self, done: int, next_planning: int) -> int | None:
         """When everything is to be planned anew, after ``done`` steps, if a change was noticed. The same on all ranks.
 
-        No planning comes before: most of what was measured until now is of the steps before the change.
+        Args:
+            next_planning: when the next planning of anything is to be. One that is near counts for all, if it is not
+                mostly of the steps before the change.
         """
         is_noticed, self._notice.change_is_noticed = self._notice.change_is_noticed, False
         if not is_noticed:
             return None
         self._is_told, self._notice.notices_change = True, False
+        ahead = next_planning - done
+        if ahead <= MEASURED and self._steps + ahead <= FEW:
+            return next_planning
         self._forget()
         return done + MEASURED

@@ -889,7 +889,7 @@ class Noticed:
     def planned(self, *, switched: bool) -> None:
         self.plannings += 1
 
-    def planning_by(self, done: int) -> int | None:
+    def planning_by(self, done: int, next_planning: int) -> int | None:
         return done + 2 if done in self.steps else None
 
 

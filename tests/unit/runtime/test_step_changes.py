@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 from paceline.runtime.step_changes import MEASURED, StepChanges
@@ -17,7 +18,9 @@ class Rank:
         self.forgot += 1
 
 
-def run(seconds: list[float], planned_at: int = 0) -> list[tuple[list[int | None], list[int]]]:
+def run(
+    seconds: list[float], planned_at: Sequence[int] = (), next_planning: int = 1000
+) -> list[tuple[list[int | None], list[int]]]:
     """Of two ranks, when they were to plan, by steps done, and how often they had forgotten by then.
 
     Args:
@@ -26,13 +29,13 @@ def run(seconds: list[float], planned_at: int = 0) -> list[tuple[list[int | None
     ranks = [Rank(decides=True), Rank(decides=False)]
     told: list[tuple[list[int | None], list[int]]] = []
     for done, each in enumerate(seconds):
-        plannings = [rank.changes.planning_by(done) for rank in ranks]
+        plannings = [rank.changes.planning_by(done, next_planning) for rank in ranks]
         told.append((plannings, [rank.forgot for rank in ranks]))
         noticed = any(rank.notice.notices_change for rank in ranks)  # as they tell each other when a step begins
         for rank in ranks:
             rank.notice.change_is_noticed = noticed
             rank.changes.step_took(each)
-        if done + 1 in (1, planned_at):
+        if done + 1 in (1, *planned_at):
             for rank in ranks:
                 rank.changes.planned(switched=False)
     return told
@@ -46,8 +49,16 @@ def test_all_ranks_plan_after_two_steps_that_are_measured_anew() -> None:
 
 def test_a_planning_just_after_a_change_is_not_the_one_that_it_calls_for() -> None:
     """Nearly all that it was made of is of the steps before."""
-    told = run([1.0] * 8 + [2.0] * 4, planned_at=10)
-    assert told[11] == ([11 + MEASURED] * 2, [1, 1])
+    for at in ({"planned_at": [10]}, {"next_planning": 11}, {"next_planning": 12}):
+        told = run([1.0] * 8 + [2.0] * 4, **at)
+        assert told[11] == ([11 + MEASURED] * 2, [1, 1]), at
+
+
+def test_a_planning_that_is_near_counts_for_all_where_plannings_are_frequent() -> None:
+    """Nothing is forgotten, and nothing planned besides."""
+    told = run([1.0] * 8 + [2.0] * 4, planned_at=[5], next_planning=12)
+    assert told[11] == ([12, 12], [0, 0])
+    assert all(plannings == [None, None] for plannings, _ in run([1.0] * 8 + [2.0] * 4, planned_at=[5, 10]))
 
 
 def test_before_the_first_planning_nothing_is_usual() -> None:
@@ -66,5 +77,5 @@ def test_what_steps_take_after_a_planning_is_usual() -> None:
             rank.changes.step_took(seconds)
         noticed.append(rank.notice.notices_change)
         rank.notice.change_is_noticed = noticed[-1]
-        rank.changes.planning_by(0)
+        rank.changes.planning_by(0, 1000)
     assert noticed == [False, True, False]
