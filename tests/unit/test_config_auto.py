@@ -233,6 +233,12 @@ def test_contradictions(config, flags, message):
         ({"optimizer": {"params": 1}}, {}, "optimizer.params is 1: it must be an object; write {} or leave it out."),
         ({"bf16": True}, {}, "bf16 is true: it must be an object; write {} or leave it out."),
         ({"optimizer": "Adam"}, {}, 'optimizer is "Adam": it must be an object; write {} or leave it out.'),
+        (
+            {"bf16": {"enabled": "false"}},
+            {},
+            'bf16.enabled is "false": it must be true or false; write it without quotes.',
+        ),
+        ({"dump_state": "True"}, {}, 'dump_state is "True": it must be true or false; write it without quotes.'),
     ],
 )
 def test_refusals(config, more, message):

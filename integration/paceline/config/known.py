@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .effects import EFFECTS
@@ -53,7 +53,8 @@ _OBJECTS = (
 
 
 def check_objects(ds_config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a section of DeepSpeed's that is no object, or an optimizer or scheduler without a name.
+    """Raise ValueError for a section of DeepSpeed's that is no object, an optimizer or scheduler without a name, or a
+    quoted ``"false"``, which is none where it is asked for its truth.
 
     ``"zero_optimization": true``, the old form, passes.
     """
@@ -67,6 +68,8 @@ def check_objects(ds_config: Mapping[str, Any]) -> None:
         value = value_at(ds_config, path)
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{path} is {show(value)}: it must be a name; correct it, or leave it out.")
+    for path, value in _quoted(ds_config):
+        raise ValueError(f"{path} is {show(value)}: it must be true or false; write it without quotes.")
 
 
 def near_misses(ds_config: Mapping[str, Any]) -> list[str]:
@@ -92,6 +95,15 @@ def warn_near_misses(ds_config: Mapping[str, Any]) -> None:
     logger = logging.getLogger("paceline")
     for line in near_misses(ds_config):
         logger.warning(line)
+
+
+def _quoted(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Paths of quoted truth values, outside of our section, which is checked by itself."""
+    for key, value in section.items():
+        if isinstance(value, Mapping) and key != SECTION:
+            yield from _quoted(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and value.lower() in ("true", "false"):
+            yield f"{prefix}{key}", value
 
 
 def _near(
