@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.config.recompute_keys import PATH
     from paceline.config.stage_counts import blocks_per_layer, may_be_planned
     from paceline.hf.activations import count_items
+    from paceline.hf.anatomy import anatomy_of
     from paceline.hf.check import require_halves
     from paceline.hf.sources import model_config_at
     from paceline.hf.weights import skeleton
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     from paceline.planning.recomputation import counts_of_layers, recomputed
     from paceline.planning.shared_devices import whole_schedule
     from paceline.runtime.hetero import shared_memory
-    from paceline.runtime.module import check_slices
+    from paceline.runtime.initialize import check_experts_without_flush
+    from paceline.runtime.module import check_slices, check_slices_of_ranks, has_experts
     from paceline.schedules.stream import Stream
 
     if args.world_size < 1:
@@ -111,6 +113,12 @@ def run(args: argparse.Namespace) -> int:
     if resolved.recompute is not None and checkpointing:
         raise ValueError(f"{PATH} is there, and all layers are recomputed: leave one of them out.")
     boundaries, again = _boundaries(config, items, resolved, states, limits, schedule, length, checkpointing)
+    model = skeleton(config)
+    if resolved.head_slices > 1:
+        anatomy = anatomy_of(model, half_layers=resolved.half_layers, head_slices=resolved.head_slices)
+        check_slices_of_ranks(boundaries, choice.routes(resolved.stages)[0], anatomy)
+    if has_experts(model):
+        check_experts_without_flush(resolved, is_recomputed=checkpointing or bool(again))
     items = recomputed(items, again)
     stages = _stages(items, boundaries, states, whole_schedule(schedule), limits, choice.optimizer_owners)
     short = [row for row in stages if not row["fits"]]

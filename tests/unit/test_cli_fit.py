@@ -139,6 +139,22 @@ def test_slices_of_the_head(fit: Any, model: str) -> None:
     assert tied["memory"][1]["weights"] == last["weights"]
 
 
+def test_what_a_run_refuses_is_refused(fit: Any, model: str) -> None:
+    """Slices on two stages of a rank, and recomputed layers of a model with experts in steps without a flush."""
+    argv = ("--world-size", "2", "--json", "--device-memory-gib", "1")
+    pipeline = {"head_slices": 8, "schedule": "zbv", "partition": "uniform"}
+    _, err = fit(ds(2, pipeline), *argv, status=2)
+    assert "put slices of the head on stages 1 and 2, which one rank holds" in err
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    Qwen3MoeConfig(**SIZES, **experts).save_pretrained(model)
+    late = ds(2, {"schedule": "one_direction"})
+    assert fit(late, *argv)[0]["fits"]
+    _, err = fit(late, *argv, "--gradient-checkpointing", status=2)
+    assert "the model has experts, pipeline.activation_checkpoint_interval is 1" in err
+    _, err = fit(ds(2, {"schedule": "one_direction", "recompute": 1}), *argv, status=2)
+    assert "the model has experts, paceline.pipeline.recompute is 1" in err
+
+
 def test_recomputed_halves_of_layers(fit: Any) -> None:
     """A layer within which a stage ends counts for both stages; both of its halves on a stage count as one."""
     argv = ("--world-size", "2", "--json", "--device-memory-gib")

@@ -204,14 +204,8 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
             text = Features({}, section).written(feature)
             if text is not None:
                 raise ValueError(exclusion(feature, LAYERS).message(text, f"the model is a {type(model).__name__}"))
-    elif plan is not None and plan.schedule.is_asynchronous and model.has_experts:
-        interval = value_at(plan.ds_config, "pipeline.activation_checkpoint_interval")
-        if interval or model.is_recomputed:
-            asked = plan.recompute
-            key = "pipeline.activation_checkpoint_interval" if asked is None else PATH
-            value = (interval or 1) if asked is None else show(list(asked) if isinstance(asked, tuple) else asked)
-            told = f"the model has experts, {key} is {value}"
-            raise ValueError(exclusion(RECOMPUTED, NO_FLUSH).message(told, f"{show(plan.schedule.type)} has no flush"))
+    elif plan is not None and model.has_experts:
+        check_experts_without_flush(plan, is_recomputed=model.is_recomputed)
     stages = model.num_stages
     wanted: tuple[tuple[int, ...], ...] = (tuple(range(stages)),)
     if plan is not None:
@@ -223,6 +217,21 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
             f"paceline.pipeline.schedule.type is {show(kind)}, which needs a pipeline with the routes {wanted}, and "
             f"this one was built with {routes_of(model)}: give the model itself to have it built, or pass these routes."
         )
+
+
+def check_experts_without_flush(plan: RunPlan, *, is_recomputed: bool) -> None:
+    """Raise ValueError where a model with experts recomputes layers in a schedule without a flush.
+
+    Args:
+        is_recomputed: layers are, by what else there is beside the plan's JSON.
+    """
+    interval = value_at(plan.ds_config, "pipeline.activation_checkpoint_interval")
+    if plan.schedule.is_asynchronous and (interval or is_recomputed):
+        asked = plan.recompute
+        key = "pipeline.activation_checkpoint_interval" if asked is None else PATH
+        value = (interval or 1) if asked is None else show(list(asked) if isinstance(asked, tuple) else asked)
+        told = f"the model has experts, {key} is {value}"
+        raise ValueError(exclusion(RECOMPUTED, NO_FLUSH).message(told, f"{show(plan.schedule.type)} has no flush"))
 
 
 def start_distributed(**kwargs: Any) -> None:

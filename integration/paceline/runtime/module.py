@@ -356,7 +356,7 @@ class CausalLMPipeline(PipelineModule):
         self.items = items_of(whole, self.anatomy, recomputes=gradient_checkpointing)
         self.total_parameters = sum(p.numel() for p in whole.parameters())
         self.is_tied = tied_weight(whole, self.anatomy) is not None
-        self.has_experts = any(path.rpartition(".")[2] == "experts" for path, _ in whole.named_modules())
+        self.has_experts = has_experts(whole)
         if self.num_virtual_stages > self.anatomy.num_blocks:
             blocks = "halves of decoder layers" if half_layers else "decoder layers"
             blocks += " and slices of the head" if head_slices > 1 else ""
@@ -454,7 +454,7 @@ class CausalLMPipeline(PipelineModule):
     def _partition_layers(self, method: Method = WORK) -> None:
         self.parts = partition_items(self.items, self.num_virtual_stages, method, route_of_chunks(self.routes))
         if self.has_slices:
-            _check_slices_of_ranks(self.parts, self.routes[0], self.anatomy)
+            check_slices_of_ranks(self.parts, self.routes[0], self.anatomy)
         self._set_bounds(self.parts[self.held[0]], self.parts[self.held[0] + 1])
 
     def _build(self) -> None:
@@ -627,7 +627,12 @@ def _pattern_of(model: PreTrainedModel) -> list[PreTrainedModel]:
         return []
 
 
-def _check_slices_of_ranks(parts: Sequence[int], route: Sequence[int], anatomy: Anatomy) -> None:
+def has_experts(model: nn.Module) -> bool:
+    """Whether layers of a model have experts."""
+    return any(path.rpartition(".")[2] == "experts" for path, _ in model.named_modules())
+
+
+def check_slices_of_ranks(parts: Sequence[int], route: Sequence[int], anatomy: Anatomy) -> None:
     """Raise ValueError, on every rank, if one has slices on two stages: both would have one name in checkpoints."""
     stage_of: dict[int, int] = {}
     for stage, device in enumerate(route):
