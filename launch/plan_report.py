@@ -86,9 +86,10 @@ def _obstacles(config: Any, strategies: Sequence[Strategy]) -> list[str | None]:
     """The reason why nothing here runs each strategy; None if it runs."""
     from paceline.hf.weights import skeleton
     from paceline.moe.hf_experts import check_experts
+    from paceline.runtime.module import has_experts
 
     model = skeleton(config)
-    has_experts = any(".experts." in name for name, _ in model.named_parameters())
+    is_moe = has_experts(model)
     refused: dict[int, str | None] = {1: None}
     for size in {strategy.expert for strategy in strategies} - {1}:
         try:
@@ -100,7 +101,7 @@ def _obstacles(config: Any, strategies: Sequence[Strategy]) -> list[str | None]:
     for strategy in strategies:
         if strategy.tensor > 1 and strategy.pipeline > 1:
             found.append("not runnable here: DeepSpeed's tensor parallelism has no pipelines")
-        elif strategy.tensor > 1 and has_experts:
+        elif strategy.tensor > 1 and is_moe:
             found.append("not runnable here: DeepSpeed's tensor parallelism does not cut experts")
         else:
             found.append(refused[strategy.expert])

@@ -305,7 +305,7 @@ def test_chunks_are_compared_though_layers_are_recomputed_or_compiled(more: dict
 
 
 def test_chunks_are_compared_where_layers_must_be_recomputed() -> None:
-    """Of the layers of both chunks as few as it takes, in the plan and in the run."""
+    """As few layers of both chunks as it takes, in the plan and in the run."""
     asked = {"stages": 2, "schedule": {"type": "adaptive", "chunks": "plan"}, "recompute": "fit"}
     facts = FEW | {"bytes_per_s": FAST}
     (roomy,) = each((asked, facts))

@@ -314,10 +314,10 @@ def _memory(
     *,
     is_alike: bool = True,
 ) -> list[ItemMemory]:
-    """What was measured; what an item works with is counted, where that can be.
+    """Memory of each item as it was measured; its working memory is counted, where that can be.
 
     Args:
-        is_alike: the run keeps what was measured; another dtype or gradient checkpointing has it counted too.
+        is_alike: the run keeps as much as was measured; with another dtype or gradient checkpointing all is counted.
     """
     try:
         memories = count_items(config, **shape._asdict())

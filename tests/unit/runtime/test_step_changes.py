@@ -21,7 +21,7 @@ class Rank:
 def run(
     seconds: list[float], planned_at: Sequence[int] = (), next_planning: int = 1000
 ) -> list[tuple[list[int | None], list[int]]]:
-    """Of two ranks, when they were to plan, by steps done, and how often they had forgotten by then.
+    """By steps done, when each of two ranks was to plan, and how often it had forgotten by then.
 
     Args:
         planned_at: steps after which a planning came by itself, beside the one after the first.
