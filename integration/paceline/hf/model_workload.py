@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..measure.flops import NUM_EXPERTS, TOP_K, attention_widths, experts_of_token, first_of, size_of
 from ..measure.profile_file import Profile
+from ..planning.expert_spread import UNKNOWN_LOADS
 from ..planning.memory import States
 from ..planning.workload import NOTHING_BESIDE, Item, Workload
 from .activations import count_items
@@ -135,6 +136,7 @@ def workload_of(
         row_bytes=float(text.hidden_size * element),
         num_experts=num_experts,
         top_k=top_k,
+        unevenness=UNKNOWN_LOADS,
         tied_parameters=num_tied(model, anatomy),
         stage=stage,
         recomputed=tuple(range(1, len(items) - 1)) if shape.gradient_checkpointing else (),

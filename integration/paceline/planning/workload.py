@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from .expert_spread import expected_imbalance
 from .experts import Placement, checked_loads, imbalance
 from .memory import ItemMemory, States, with_head_slices
 from .placement import greedy
@@ -75,7 +76,8 @@ class Workload:
         num_experts: E of each MoE layer; 0: a dense model.
         top_k: K.
         tied_parameters: of the embedding, where the head has the same.
-        loads: tokens of each expert, one row a MoE layer; empty: all alike.
+        loads: tokens of each expert, one row a MoE layer; empty: not known.
+        unevenness: standard deviation over mean that loads are taken to have where they are not known; 0: all alike.
         capacity_factor: c, where a gate lets an expert have c · rows / E at most.
         worst: experts get what the gate permits at most, and ``loads`` are not looked at.
         rebalanced: experts are placed by ``loads``; otherwise in order.
@@ -100,6 +102,7 @@ class Workload:
     top_k: int = 1
     tied_parameters: int = 0
     loads: tuple[tuple[float, ...], ...] = ()
+    unevenness: float = 0.0
     capacity_factor: float | None = None
     worst: bool = False
     rebalanced: bool = False
@@ -188,7 +191,7 @@ class Workload:
         if self.worst:
             return most
         if not self.loads:
-            return min(even, most)
+            return min(most, expected_imbalance(self.num_experts, num_devices, self.unevenness))
         loads = self.loads[layer]
         placed = greedy(loads, num_devices) if self.rebalanced else Placement.contiguous(self.num_experts, num_devices)
         return min(most, imbalance(placed, loads))
