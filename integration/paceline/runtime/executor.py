@@ -44,8 +44,6 @@ from .stage_runner import Live, StageRunner
 BACKWARDS = frozenset((RUN_BACKWARD, RUN_BACKWARD_INPUT))
 """Operations that give the gradients of a stage's inputs."""
 
-COMPUTING = frozenset((RUN_FORWARD, *BACKWARDS, RUN_BACKWARD_WEIGHT))
-
 ISSUED = frozenset((POST_ACTIVATION, SEND_ACTIVATION, POST_GRADIENT, SEND_GRADIENT))
 """Operations that a transport may collect, to issue them together before the next one of another kind."""
 
