@@ -8,7 +8,7 @@ work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
 cat >"$work/config.json" <<'JSON'
 {
-  "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+  "model_type": "llama", "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
   "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64
 }
 JSON
@@ -18,6 +18,5 @@ paceline plan "$work/config.json" --devices 2 --measure --train-batch-size 16 --
   --write "$work/plan"
 best=$(sed -n 's/.*paceline.launch.finetune --deepspeed \([^ ]*\.json\).*/\1/p' "$work/plan/plans.txt" | head -n 1)
 
-sizes=hidden_size=64,intermediate_size=128,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=4
 deepspeed --num_gpus 2 --master_port "${MASTER_PORT:-29500}" --module paceline.launch.finetune --deepspeed "$best" \
-  --output_dir "$work/model" --model_type llama --config_overrides "$sizes" --block_size 32 --max_steps 4 --learning_rate 1e-3
+  --output_dir "$work/model" --config_name "$work/config.json" --block_size 32 --max_steps 4 --learning_rate 1e-3

@@ -121,6 +121,11 @@ def measured(argv: list[str]) -> int:
 
 def test_a_plan_and_its_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its two commands, without the launcher, which ``test_measured_first`` and the main job's test start."""
+    from transformers import AutoConfig
+
+    from paceline.hf.layer_profile import fingerprint
+
+    models: list[Any] = []
 
     def launched(argv: list[str], function: Callable[[list[str]], Any], module: str) -> list[Any]:
         assert argv[:3] == ["--num_gpus", "2", "--master_port"]
@@ -133,6 +138,9 @@ def test_a_plan_and_its_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], m
     def train(argv: list[str]) -> int:
         ((code, errors), _) = launched(argv, finetune, "paceline.launch.finetune")
         print(errors)
+        output = Path(argv[argv.index("--output_dir") + 1])
+        for path in (output.parent / "config.json", output):
+            models.append({**fingerprint(AutoConfig.from_pretrained(path)), "vocab_size": None})  # the tokenizer's
         return code
 
     monkeypatch.setattr("paceline.launch.plan._output", measure)
@@ -146,6 +154,8 @@ def test_a_plan_and_its_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], m
             check=False,
         )
     assert run.returncode == 0, run.stderr[-3000:]
+    planned, trained = models
+    assert planned == trained
     told = capfd.readouterr().out
     assert "3 strategies" in told
     assert "step 4/4: loss" in told
