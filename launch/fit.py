@@ -292,32 +292,32 @@ def _boundaries(
     from paceline.planning.recomputed_stages import fastest_stages
     from paceline.planning.stages import plan_stages
     from paceline.runtime.early_room import keeps_what_has_room
-    from paceline.runtime.first_partition import as_it_takes, as_written, by_work
+    from paceline.runtime.first_partition import as_it_takes, as_written, by_work, method_of
     from paceline.runtime.hetero import Shape, kept_stages, seconds_of
     from paceline.runtime.module import items_of, partition_items
 
-    fits = resolved.recompute == FIT
+    fits, partition = resolved.recompute == FIT, method_of(resolved)
     shape = Shape(_dtype(states), resolved.micro_batch_size, length, checkpointing, resolved.half_layers)
-    if fits and resolved.partition != HETERO:
-        found = as_it_takes(config, resolved, shape, limits, resolved.partition)
+    if fits and partition != HETERO:
+        found = as_it_takes(config, resolved, shape, limits, partition)
         assert isinstance(found.partition, list), "boundaries"
         return found.partition, found.recomputed
     model = skeleton(config)
     anatomy = anatomy_of(model, half_layers=resolved.half_layers, head_slices=resolved.head_slices)
-    if resolved.partition == WORK:
+    if partition == WORK:
         found = by_work(config, resolved, shape, limits)
         assert isinstance(found.partition, list), "boundaries"
         return found.partition, as_written(resolved, found.partition, anatomy.blocks_per_layer)
     may_keep = checkpointing and resolved.expert_parallel == 1 and keeps_what_has_room(resolved.schedule)
     own = items_of(model, anatomy, length, recomputes=checkpointing and not may_keep)
-    if resolved.partition != HETERO:
-        boundaries = partition_items(own, len(resolved.schedule.routes(resolved.stages)[0]), resolved.partition)
+    if partition != HETERO:
+        boundaries = partition_items(own, len(resolved.schedule.routes(resolved.stages)[0]), partition)
         return boundaries, as_written(resolved, boundaries, anatomy.blocks_per_layer)
     # Without times, an item takes as long as it has operations.
     seconds = [(item.work / 3, item.work / 1.5) for item in own]
     speeds = [1.0] * resolved.stages
     path = resolved.partition_choice.profile
-    if path is None and resolved.stages > 1:
+    if path is None:
         print(
             "paceline: layers count by their operations until they are measured; `paceline profile` measures them, for "
             '"paceline.pipeline.partition.profile".',

@@ -282,6 +282,18 @@ def test_weights_that_embedding_and_head_of_a_device_share_are_there_once(
     assert sum(row["weights"] for row in own["memory"]) == 4 * (parameters + (0 if once else 500 * 16))
 
 
+@pytest.mark.parametrize("method", ["work", "hetero"])
+def test_one_stage_recomputes_as_few_layers_as_in_a_run_where_weights_are_shared(
+    fit: Any, model: str, method: str
+) -> None:
+    LlamaConfig(**SIZES | {"vocab_size": 8000}, tie_word_embeddings=True).save_pretrained(model)
+    argv = ("--world-size", "1", "--seq-length", "64", "--json", "--device-memory-gib")
+    free, _ = fit(ds(1, {"partition": method}), *argv, "1")
+    room = (free["memory"][0]["total"] - 1) / GIB
+    found, _ = fit(ds(1, {"partition": method, "recompute": "fit"}), *argv, str(room))
+    assert found["recomputed"] == [1]
+
+
 def test_what_does_not_fit(fit: Any) -> None:
     argv = ["--world-size", "6", "--device-memory-gib", "0.0001", "1", "1"]
     shown, err = fit(ds(), *argv, "--json", status=3)

@@ -65,8 +65,7 @@ def first_partition(
             recomputed as it takes and cannot be counted.
     """
     choice, fits = resolved.partition_choice, resolved.recompute == FIT
-    # With one stage there is nothing to measure for.
-    partition = "uniform" if resolved.stages == 1 and choice.method in (HETERO, WORK) else resolved.partition
+    partition = method_of(resolved)
     if partition not in (HETERO, WORK) and not fits:
         return FirstPartition(partition)
     interval = value_at(resolved.ds_config, "pipeline.activation_checkpoint_interval")
@@ -121,6 +120,11 @@ class FirstPartition(NamedTuple):
     partition: str | list[int] | dict[str, float]
     profile: Profile | None = None
     recomputed: tuple[int, ...] = ()
+
+
+def method_of(resolved: RunPlan) -> str | list[int] | dict[str, float]:
+    """The method by which a run cuts its stages, or boundaries. With one stage there is nothing to measure for."""
+    return "uniform" if resolved.stages == 1 and resolved.partition in (HETERO, WORK) else resolved.partition
 
 
 def _states(resolved: RunPlan) -> States:
