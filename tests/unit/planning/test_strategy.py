@@ -282,6 +282,13 @@ def test_a_gate_with_a_capacity_bounds_the_busiest_device() -> None:
     assert all(seconds <= ranking[strategy] for strategy, seconds in step_s(search(bounded, cluster())).items())
 
 
+def test_the_busiest_device_keeps_the_activations_of_all_its_rows() -> None:
+    """Half of what a layer keeps is its experts', and with the worst routing a device of four has twice its share."""
+    strategy = Strategy(1, 1, 4, 4)
+    even, worst = (share_of(strategy, workload(experts=4, worst=worst)).items[1].saved_bytes for worst in (False, True))
+    assert (even, worst) == (40 * MIB, (20 + 2 * 20) * MIB)
+
+
 def test_slower_links_never_make_a_step_shorter() -> None:
     given = workload(experts=4)
     fast = step_s(search(given, cluster(16)))
