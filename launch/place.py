@@ -85,7 +85,7 @@ def _layer(args: argparse.Namespace, loads: Sequence[float], current: Placement)
     else:
         found = greedy(loads, devices, slots, current, **among)
     before, after = (imbalance(placement, loads, speeds=args.speeds) for placement in (current, found))
-    if after >= before and _has_room(current, args, len(loads)):
+    if after >= before and _may_stay(current, args, len(loads)):
         found, after = current, before
     mean = sum(loads) / devices
     return {
@@ -99,13 +99,14 @@ def _layer(args: argparse.Namespace, loads: Sequence[float], current: Placement)
     }
 
 
-def _has_room(placement: Placement, args: argparse.Namespace, num_experts: int) -> bool:
-    """Whether the devices can hold a placement that may come from a run with more slots."""
+def _may_stay(placement: Placement, args: argparse.Namespace, num_experts: int) -> bool:
+    """Whether the devices can hold a placement that may come from a run with more slots, or with copies elsewhere."""
     slots = -(-num_experts // args.devices) if args.slots_per_device is None else args.slots_per_device
+    per_node = args.devices // args.nodes
     return all(
         owned <= slots and len(experts) - owned <= args.replicas
         for owned, experts in zip(placement.owned, placement.devices, strict=True)
-    )
+    ) and all(len({device // per_node for device in holders}) == 1 for holders in placement.copies)
 
 
 def _text(layers: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:

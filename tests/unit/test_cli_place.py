@@ -105,6 +105,16 @@ def test_nodes(capsys, write):
     assert {*held[0], *held[1]}.isdisjoint({*held[2], *held[3]})
 
 
+def test_copies_that_are_in_another_node_do_not_stay(capsys, write):
+    """However even that makes the devices."""
+    now = {"layers": [{"placement": [[0], [1, 0], [2, 0], [3, 0]], "owned": [1] * 4}]}
+    argv = ("--devices", "4", "--replicas", "1", "--nodes", "2", "--current", write(now, "now.json"))
+    (layer,) = answer(capsys, write([[10, 1, 1, 1]]), *argv)
+    assert layer["after"] > layer["before"]
+    holders = [device for device, experts in enumerate(layer["placement"]) if 0 in experts]
+    assert len({device // 2 for device in holders}) == 1
+
+
 def test_speeds(capsys, write):
     (layer,) = answer(capsys, write([[6, 5, 1, 1]]), "--devices", "2", "--slots-per-device", "3", "--speeds", "1", "3")
     assert list(map(sorted, layer["placement"])) == [[2, 3], [0, 1]]
