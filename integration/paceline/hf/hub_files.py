@@ -94,16 +94,19 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 def join(folder: Path, names: Sequence[str]) -> None:
     """Make one file of the files ``names``, which it replaces; no tensor is held in memory.
 
-    Tensors with large elements come first, as safetensors has it: they stay aligned.
+    Of a tensor that several have, such as a buffer of the whole model, the first file's is kept. Tensors with large
+    elements come first, as safetensors has it: they stay aligned.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     found: list[tuple[int, str, dict[str, Any], Path, int]] = []
+    seen = set(header)
     for path in (folder / name for name in names):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             entries = json.loads(file.read(length))
         for key, entry in entries.items():
-            if key != "__metadata__":
+            if key not in seen:
+                seen.add(key)
                 bits = re.search(r"\d+", entry["dtype"])  # F32, BF16, F8_E4M3, BOOL
                 start = 8 + length + entry["data_offsets"][0]
                 found.append((-int(bits[0]) if bits else -8, key, entry, path, start))

@@ -42,6 +42,17 @@ def test_files_become_one_that_holds_the_same(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
+def test_a_tensor_that_several_files_have_is_written_once(tmp_path: Path) -> None:
+    """A buffer of the whole model is on every stage; with two places in the file, it could not be read."""
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for number, name in enumerate(names):
+        save_file({"shared": torch.full((3,), float(number)), f"own{number}": torch.ones(2)}, tmp_path / name)
+    join(tmp_path, names)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == {"shared", "own0", "own1"}
+    assert found["shared"].tolist() == [0.0] * 3
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     file = tmp_path / "no folder" / "model.safetensors"
     with pytest.raises(OSError, match=r"no folder/model\.safetensors was not written: .*; see what is wrong"):
