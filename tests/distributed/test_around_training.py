@@ -74,6 +74,39 @@ def two_trainers(directory: str) -> str:
     return str(told.value)
 
 
+class Scaled(torch.nn.Module):
+    """A layer of a script's own around one of the model's, with a parameter that is a single number."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.inner(x)
+
+
+def test_layers_and_a_head_that_a_script_has_wrapped(tmp_path: Any) -> None:
+    """They train and are saved; two stages have the numbers of one."""
+    (wanted,) = run_ranks(wrapped, 1, str(tmp_path / "one"), 1)
+    assert run_ranks(wrapped, 2, str(tmp_path / "two"), 2) == [wanted] * 2
+    assert 0.5 not in wanted[1]
+
+
+def wrapped(directory: str, stages: int) -> tuple[list[float], list[float]]:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config(tie_word_embeddings=False))
+    model.lm_head, model.model.layers[1].mlp = Scaled(model.lm_head), Scaled(model.model.layers[1].mlp)
+    trainer = made(directory, stages=stages, model=model, arguments={"max_grad_norm": 0})
+    trainer.train()
+    trainer.save_model()
+    saved = load_file(f"{directory}/model.safetensors")
+    scales = [saved[f"{name}.scale"].item() for name in ("lm_head", "model.layers.1.mlp")]
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], scales
+
+
 def test_a_model_with_one_stage_may_have_another_trainer(tmp_path: Any) -> None:
     run_ranks(one_stage_twice, 1, str(tmp_path))
 

@@ -811,10 +811,8 @@ class PacelineEngine(PipelineEngine):
         return bool(self.executor.is_last_backward)
 
     def _broadcast_model(self) -> None:
-        if self.shared_experts.layers:
-            self.shared_experts.broadcast(self.module.parameters(), self.module._grid.get_data_parallel_group())
-        else:
-            super()._broadcast_model()
+        """Give all replicas the weights of the first; DeepSpeed's own fails for a parameter that is a single number."""
+        self.shared_experts.broadcast(self.module.parameters(), self.module._grid.get_data_parallel_group())
 
     # -- files -----------------------------------------------------------------------------------------------------
 

@@ -351,7 +351,7 @@ class CausalLMPipeline(PipelineModule):
         self.recomputed = frozenset(recomputed_layers(whole, self.anatomy))
         """Items of the whole model whose activations backwards compute again, whatever stage they are on."""
         check_head(whole, self.anatomy)
-        self._vocabulary = len(whole.get_output_embeddings().weight)
+        self._vocabulary = len(whole.get_output_embeddings().weight) if head_slices > 1 else 0
         check_trainable(self.config, self.adapters)
         self.items = items_of(whole, self.anatomy, recomputes=gradient_checkpointing)
         self.total_parameters = sum(p.numel() for p in whole.parameters())
