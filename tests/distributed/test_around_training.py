@@ -56,7 +56,7 @@ def made(
 
 
 def test_models_that_are_no_whole_language_model_are_refused(tmp_path: Any) -> None:
-    """A stage, and one with another head."""
+    """A stage, one with another head, and a module around one."""
     told = run_ranks(two_trainers, 2, str(tmp_path))
     assert all("one stage of a pipeline already" in text for text in told)
 
@@ -67,6 +67,8 @@ def two_trainers(directory: str) -> str:
     other = AutoModelForTokenClassification.from_config(model_config())
     with pytest.raises(ValueError, match="is a LlamaForTokenClassification, whose outputs are no logits over a voc"):
         made(directory, stages=2, model=other).train()
+    with pytest.raises(ValueError, match="the model is a Scaled, and a pipeline is cut from a model of transformers"):
+        made(directory, stages=2, model=Scaled(other)).train()
     trainer = made(directory, stages=2)
     trainer.train()
     with pytest.raises(ValueError, match="load the whole model again") as told:

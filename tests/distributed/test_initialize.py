@@ -381,11 +381,13 @@ def bad_config(kind: str) -> str:
         "layers": ds_config(int(os.environ["WORLD_SIZE"])),
         "half": ds_config(1, fp16={"enabled": True}),
         "monitor": ds_config(1, comet={"enabled": True}),
+        "module": ds_config(2),
     }
+    model = torch.nn.Linear(1, 1) if kind == "module" else model_config(num_hidden_layers=1)
     if os.environ["RANK"] == "0":
         sys.modules["comet_ml"] = None  # type: ignore[assignment]  # as if it were not installed
     try:
-        paceline.initialize(model=model_config(num_hidden_layers=1), config=configs[kind])
+        paceline.initialize(model=model, config=configs[kind])
     except ValueError as error:
         return str(error)
     return "no error"
@@ -399,6 +401,7 @@ def bad_config(kind: str) -> str:
         ("unknown", "paceline.pipelines"),
         ("layers", "the model has 1 decoder layers"),
         ("monitor", "comet.enabled is true, and its package is not installed: pip install comet_ml, or leave it out."),
+        ("module", "the model is a Linear, and a pipeline is cut from a model of transformers (a PreTrainedModel)"),
         ("half", "fp16.enabled (--fp16) is true, and DeepSpeed has no fp16 on this device (cpu): take bf16"),
     ],
 )

@@ -22,6 +22,7 @@ from ..comm.staging import share_gpu, shares_gpu
 from ..config import (
     Features,
     PacelineConfig,
+    PipelineConfig,
     RunPlan,
     check_features,
     check_optimizer_values,
@@ -134,7 +135,8 @@ def initialize(
     has_section = "pipeline" in ds_config.get("paceline", {})
     boundaries: list[int] | None = None
     is_in_memory = isinstance(model, PreTrainedModel) or is_peft_model(model)
-    if isinstance(model, (str, Path, PretrainedConfig)) or (is_in_memory and has_section):
+    asks_for_stages = has_section and not is_given and section.pipeline != PipelineConfig(stages=1)
+    if isinstance(model, (str, Path, PretrainedConfig)) or (is_in_memory and has_section) or asks_for_stages:
         model, plan = _pipeline(model, ds_config, section)
     elif isinstance(model, CausalLMPipeline) and plan is None:
         plan = plan_for_pipeline(model, ds_config, section)

@@ -233,13 +233,19 @@ def config_of(source: ModelSource, **from_hub: object) -> PretrainedConfig:
     """The config of a model that is given by name, by config or in memory, with PEFT's adapters or without.
 
     Raises:
-        ValueError: the name is a path that does not exist, or a directory with adapters alone.
+        ValueError: it is none of these, or the name is a path that does not exist, or a directory with adapters alone.
     """
     source = unwrapped(source)
     if isinstance(source, PretrainedConfig):
         return source
     if isinstance(source, PreTrainedModel):
         return source.config
+    if not isinstance(source, (str, Path)):
+        raise ValueError(
+            f"the model is a {type(source).__name__}, and a pipeline is cut from a model of transformers (a "
+            "PreTrainedModel): give the one that is inside, give layers of your own as a paceline.PipelineModule to "
+            'paceline.initialize, or leave "pipeline" out of "paceline".'
+        )
     check_model_path(source)
     return AutoConfig.from_pretrained(source, **from_hub)
 
