@@ -545,6 +545,7 @@ def hold_on(zero: int) -> list[str]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     import paceline
+    from paceline.supervise.watch import WATCH
 
     engineer = Engineer(2, zero, more={"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}})
     engine, optimizer, _, scheduler = paceline.initialize(model=engineer.model(), config=engineer.config)
@@ -554,6 +555,8 @@ def hold_on(zero: int) -> list[str]:
     before = engine.evaluate(held_out), engine.eval_batch(iter(held_out)).item()
     odd = []
     engine.repartition([0, 2, ITEMS])
+    if WATCH.operation:
+        odd.append("what the script does next has a time limit")
     if before != (engine.evaluate(held_out), engine.eval_batch(iter(held_out)).item()):
         odd.append("an evaluation differs")
     engine.train_batch(engineer.batches(engine, 1))
