@@ -81,7 +81,7 @@ class LayerSummary:
 
 
 def read(paths: Iterable[str | os.PathLike[str]]) -> dict[str, list[Window]]:
-    """The windows of all layers that the files name.
+    """The windows of all layers that the files name, in the model's order.
 
     Files may be of several pipeline stages, or of several parts of a run. Where a file goes back to an earlier step, as
     after a restart from a checkpoint, what it said of that step and those after it is dropped. Where it goes on with
@@ -109,7 +109,8 @@ def read(paths: Iterable[str | os.PathLike[str]]) -> dict[str, list[Window]]:
                         "expert-parallel size."
                     )
                 known[window.step] = window
-    return {name: [known[step] for step in sorted(known)] for name, known in found.items()}
+    names = sorted(found, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+    return {name: [found[name][step] for step in sorted(found[name])] for name in names}
 
 
 def latest(path: str | os.PathLike[str]) -> list[list[float]]:
@@ -118,9 +119,7 @@ def latest(path: str | os.PathLike[str]) -> list[list[float]]:
     Raises:
         ValueError: as :func:`read`.
     """
-    layers = read([path])
-    names = sorted(layers, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
-    return [list(layers[name][-1].loads) for name in names]
+    return [list(windows[-1].loads) for windows in read([path]).values()]
 
 
 def changes(windows: Sequence[Window]) -> list[int]:

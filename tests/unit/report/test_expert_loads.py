@@ -77,6 +77,14 @@ def test_files_of_several_stages_and_of_a_run_in_two_parts(tmp_path: Path) -> No
     }
 
 
+def test_layers_come_in_the_models_order(tmp_path: Path) -> None:
+    """Whatever order a run had them in: after layers have moved, for example."""
+    names = [f"model.layers.{number}.mlp" for number in (2, 10, 0)]
+    found = read([write(tmp_path / "loads", window(10, layers=layers(*names)))])
+    assert list(found) == [names[2], names[0], names[1]]
+    assert [summary.name for summary in summarize(found)] == list(found)
+
+
 def test_a_restart_tells_its_own_story(tmp_path: Path) -> None:
     log = write(tmp_path / "loads", *(window(step) for step in (10, 20, 30)), window(20, loads=(1, 1, 1, 1)))
     assert [(w.step, w.imbalance) for w in read([log])["a"]] == [(10, 1.6), (20, 1.0)]
