@@ -46,6 +46,7 @@ def facts(args: argparse.Namespace, config: Any, shape: Shape, cluster: Cluster,
         "gradient_checkpointing": args.gradient_checkpointing,
         "half_layers": shape.half_layers,
         "measured": args.profile is not None,
+        "loads_are_assumed": args.loads is None and not args.worst_routing,
         "strategies": len(ranking.plans) + len(ranking.dropped),
         "dropped": ranking.num_dropped,
         "why_dropped": [
@@ -203,6 +204,8 @@ def text(shown: Mapping[str, Any]) -> str:
     ]
     if not shown["plans"]:
         return "\n".join(lines)
+    if shown["loads_are_assumed"] and any(plan["expert"] > 1 for plan in shown["plans"]):
+        lines[-1] += "; loads of experts are not known, and taken to be as uneven as usual (--loads tells them)"
     recomputes = ["recomputes"] if any(plan["gradient_checkpointing"] for plan in shown["plans"]) else []
     head = ["head"] if any(plan["head_slices"] > 1 for plan in shown["plans"]) else []
     titles = ["", "strategy", "step_s", *(f"{name}_s" for name in terms), "GiB", "M", *recomputes, *head, "runs"]

@@ -308,6 +308,8 @@ def test_loads_make_expert_parallelism_slower(plan: Any, tmp_path: Path) -> None
     assert next(found["step_s"] for found in shown["plans"] if found["expert"] == 2) > skewed
     shown, _ = plan("mixtral", *CLUSTER, *STEP, "--json")
     assert even < next(found["step_s"] for found in shown["plans"] if found["expert"] == 2) < skewed, "not known"
+    texts = [plan("mixtral", *CLUSTER, *STEP, *more)[0] for more in ([], ["--loads", str(path)], ["--worst-routing"])]
+    assert [text.count("loads of experts are not known") for text in texts] == [1, 0, 0]
 
 
 def test_the_files_say_all_that_their_predictions_stand_on(plan: Any, tmp_path: Path) -> None:
