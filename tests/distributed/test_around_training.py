@@ -87,7 +87,7 @@ class Scaled(torch.nn.Module):
         return self.scale * self.inner(x)
 
 
-def test_layers_and_a_head_that_a_script_has_wrapped(tmp_path: Any) -> None:
+def test_layers_and_a_head_that_a_script_has_wrapped_and_a_weight_that_it_transposed(tmp_path: Any) -> None:
     """They train and are saved; two stages have the numbers of one."""
     (wanted,) = run_ranks(wrapped, 1, str(tmp_path / "one"), 1)
     assert run_ranks(wrapped, 2, str(tmp_path / "two"), 2) == [wanted] * 2
@@ -101,6 +101,8 @@ def wrapped(directory: str, stages: int) -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(model_config(tie_word_embeddings=False))
     model.lm_head, model.model.layers[1].mlp = Scaled(model.lm_head), Scaled(model.model.layers[1].mlp)
+    transposed = model.model.layers[0].mlp.down_proj.weight
+    transposed.data = transposed.data.t().contiguous().t()
     trainer = made(directory, stages=stages, model=model, arguments={"max_grad_norm": 0})
     trainer.train()
     trainer.save_model()

@@ -81,6 +81,8 @@ class SharedExperts:
             everyone: the group of the replicas.
         """
         for parameter in parameters:
+            if not parameter.is_contiguous():  # a weight that a script has transposed: all else reads it in order
+                parameter.data = parameter.data.contiguous()
             group = self.groups.alike if is_spread(parameter) else everyone
             if group is not None:
                 first = torch.distributed.get_global_rank(group, 0)
