@@ -11,12 +11,12 @@ from .experts import Placement
 UNKNOWN_LOADS = 0.5
 """Standard deviation over mean of the loads of a layer's experts that no run has counted yet.
 
-Routers are not even. It is 0.2 to 0.8 in an untrained Mixtral (8 experts), 0.3 to 1.6 in untrained OLMoE and Qwen3
-models (64 and 128 experts), and about 2 on the traces that SmartMoE published (32 experts).
+Routers are not even: on the traces that SmartMoE published (32 experts) it is about 2. In untrained models of
+transformers it was between 0.2 (Mixtral, 8 experts) and 1.6 (Qwen3, 128 experts), in a trial by hand.
 """
 
 POINTS = 64
-"""Of the integral."""
+"""Number of points at which the integral is taken."""
 
 REACH = 5.0
 """Standard deviations beyond which no load is expected."""

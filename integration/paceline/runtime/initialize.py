@@ -135,8 +135,9 @@ def initialize(
     has_section = "pipeline" in ds_config.get("paceline", {})
     boundaries: list[int] | None = None
     is_in_memory = isinstance(model, PreTrainedModel) or is_peft_model(model)
-    asks_for_stages = has_section and not is_given and section.pipeline != PipelineConfig(stages=1)
-    if isinstance(model, (str, Path, PretrainedConfig)) or (is_in_memory and has_section) or asks_for_stages:
+    # A module of one's own is trained as it is if one stage is all that the section asks for.
+    is_to_be_cut = has_section and not is_given and (is_in_memory or section.pipeline != PipelineConfig(stages=1))
+    if isinstance(model, (str, Path, PretrainedConfig)) or is_to_be_cut:
         model, plan = _pipeline(model, ds_config, section)
     elif isinstance(model, CausalLMPipeline) and plan is None:
         plan = plan_for_pipeline(model, ds_config, section)

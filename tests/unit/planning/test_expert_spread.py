@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from paceline.planning.expert_spread import expected_imbalance
+from paceline.planning.expert_spread import UNKNOWN_LOADS, expected_imbalance
 from paceline.planning.experts import Placement
 
 
@@ -26,3 +28,10 @@ def test_even_loads_are_those_of_the_fullest_device() -> None:
     assert expected_imbalance(8, 4, 0.0) == 1.0
     assert expected_imbalance(5, 3, 0.0) == pytest.approx(2 * 3 / 5)
     assert expected_imbalance(1, 2, 0.5) == 2.0
+
+
+def test_what_is_assumed_is_what_the_document_says_and_less_than_a_trace_has() -> None:
+    assert expected_imbalance(8, 2, UNKNOWN_LOADS) == pytest.approx(1.15, abs=0.005)
+    assert expected_imbalance(128, 16, UNKNOWN_LOADS) == pytest.approx(1.31, abs=0.005)
+    loads = np.load(Path(__file__).parents[2] / "golden" / "moe_trace.npz")["loads"]
+    assert np.median(loads.std(-1) / loads.mean(-1)) > 1.9 > UNKNOWN_LOADS
