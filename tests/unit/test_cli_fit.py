@@ -230,6 +230,18 @@ def test_each_rank_holds_its_share_of_the_experts(fit: Any, model: str) -> None:
             assert row[name] - own[name] == size * elsewhere // 2, "one expert of each layer"
 
 
+@pytest.mark.parametrize("part", ["activations", "working"])
+def test_the_busiest_of_ranks_that_share_experts_keeps_more_than_its_part(fit: Any, model: str, part: str) -> None:
+    """Half of the rows come to two of four ranks that share four experts, and more than a quarter to the busiest."""
+    experts = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+    Qwen3MoeConfig(**SIZES, **experts).save_pretrained(model)
+    argv = ["--world-size", "4", "--device-memory-gib", "1", "--seq-length", "64", "--json"]
+    argv += ["--gradient-checkpointing"] * (part == "working")
+    whole, _ = fit(ds(1), *argv)
+    shared, _ = fit(ds(1, expert_parallel={"enabled": True, "autoep_size": 4}), *argv)
+    assert shared["memory"][0][part] > 1.1 * whole["memory"][0][part]
+
+
 def test_experts_that_cannot_be_shared_are_refused_as_by_a_run(fit: Any, model: str) -> None:
     config, argv = ds(2, expert_parallel={"enabled": True, "autoep_size": 4}), ("--world-size", "8")
     _, err = fit(config, *argv, status=2)

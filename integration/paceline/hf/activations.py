@@ -21,7 +21,7 @@ from ..planning.memory import ItemMemory
 from ..planning.recomputation import recomputed
 from .anatomy import Anatomy, anatomy_of
 from .cross_entropy import working_bytes
-from .layer_blocks import blocks_of
+from .layer_blocks import Block, blocks_of
 from .once import once_a_config
 from .quiet_transformers import quiet
 from .stage import CausalLMStage, Cut, num_tied, prune
@@ -97,16 +97,21 @@ def _counted(
     ids = torch.zeros(micro_batch_size, sequence_length, dtype=torch.int64, device="meta")
     parameters, saved, stream, _ = _run(config, half_layers, Cut(0, 0, True, False), dtype, ids)
     items = [ItemMemory("embedding", parameters, saved, _bytes(stream))]
-    measured: dict[str, tuple[int, int, float]] = {}
+    measured: dict[str, tuple[int, int, float, float]] = {}
     for index, block in enumerate(blocks):
         if block.kind not in measured:
             cut = Cut(index, index + 1, False, False)
             parameters, saved, _, factors = _run(config, half_layers, cut, dtype, stream)
-            measured[block.kind] = parameters, saved, factors
-        parameters, saved, factors = measured[block.kind]
+            measured[block.kind] = parameters, saved, factors, min(_routed_bytes(block, config, dtype, ids), saved)
+        parameters, saved, factors, routed = measured[block.kind]
         is_second = bool(index % anatomy.blocks_per_layer)
         items.append(
-            ItemMemory(block.name, parameters, saved, _bytes(stream), is_second=is_second, factor_bytes=factors)
+            ItemMemory(
+                *(block.name, parameters, saved, _bytes(stream)),
+                is_second=is_second,
+                factor_bytes=factors,
+                routed_bytes=routed,
+            )
         )
     parameters, saved, logits, _ = _run(config, half_layers, Cut(count, count, False, True), dtype, stream)
     working = working_bytes(model.loss_function, logits)
@@ -146,6 +151,15 @@ def _run(
             ) from error
     count = sum(p.numel() for p in stage.parameters())
     return count, counter.num_bytes, output.detach(), _factor_bytes(model, stream.shape[0] * stream.shape[1])
+
+
+def _routed_bytes(block: Block, config: PretrainedConfig, dtype: torch.dtype, ids: Tensor) -> float:
+    """Bytes that routed experts keep for the backward: each row's input, product and output."""
+    text: Any = config.get_text_config()
+    experts = block.num_routed
+    rows = ids.numel() * experts_of_token(text) if experts else 0
+    # A weight of H x F has F outputs a row for H inputs: the elements kept are about weights / H.
+    return rows * (text.hidden_size + experts / first_of(text, NUM_EXPERTS) / text.hidden_size) * dtype.itemsize
 
 
 def _factor_bytes(model: PreTrainedModel, tokens: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from torch import nn
@@ -36,6 +37,12 @@ class Block(NamedTuple):
     def num_parameters(self) -> int:
         parameters = {id(p): p for module in self.modules for p in module.parameters()}
         return sum(p.numel() for p in parameters.values())
+
+    @property
+    def num_routed(self) -> int:
+        """Parameters of its routed experts."""
+        named = chain.from_iterable(module.named_parameters() for module in self.modules)
+        return sum(p.numel() for name, p in named if ".experts." in f".{name}.")
 
 
 def blocks_of(model: PreTrainedModel, anatomy: Anatomy) -> list[Block]:

@@ -7,7 +7,6 @@ experts' is decided by the operations.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 from math import inf
 from typing import Any
 
@@ -118,8 +117,6 @@ def workload_of(
                 backward_s * (1 - share),
                 flops.expert_parameters,
                 (forward_s * share, backward_s * share),
-                # A checkpointed layer keeps its input alone; what its experts keep is there for one layer at a time.
-                0.0 if shape.gradient_checkpointing else min(flops.expert_elements * element, memory.saved_bytes),
             )
         )
     heads = getattr(text, "num_attention_heads", None) or 1
@@ -152,13 +149,11 @@ class _Operations:
     Args:
         total: floating-point operations.
         experts: of them, those of routed experts.
-        expert_elements: numbers that the experts keep for the backward: each row's input, product and output.
     """
 
     total: float
     experts: float = 0.0
     expert_parameters: int = 0
-    expert_elements: float = 0.0
 
 
 def work_of_items(
@@ -195,13 +190,10 @@ def _operations(model: PreTrainedModel, anatomy: Anatomy, tokens: int, sequence_
 
 
 def _of_block(block: Block, text: Any, tokens: int, attention: float) -> _Operations:
-    named = chain.from_iterable(module.named_parameters() for module in block.modules)
-    experts = sum(p.numel() for name, p in named if ".experts." in f".{name}.")
+    experts = block.num_routed
     dense = 2.0 * tokens * (block.num_parameters - experts) + attention
     if not experts:
         return _Operations(dense)
     rows, count = tokens * experts_of_token(text), first_of(text, NUM_EXPERTS)
     routed = 2.0 * rows * experts / count
-    # A weight of H x F has F outputs a row for H inputs: the elements kept are about weights / H.
-    kept = rows * (text.hidden_size + experts / count / text.hidden_size)
-    return _Operations(dense + routed, routed, experts, kept)
+    return _Operations(dense + routed, routed, experts)

@@ -22,6 +22,14 @@ REACH = 5.0
 """Standard deviations beyond which no load is expected."""
 
 
+def most_imbalance(num_experts: int, num_devices: int, top_k: int) -> float:
+    """The load of the most loaded device over the mean where every token goes to experts of one device.
+
+    These are all of its K choices, or as many as there are.
+    """
+    return num_devices * min(top_k, -(-num_experts // num_devices)) / top_k
+
+
 @lru_cache(maxsize=256)
 def expected_imbalance(num_experts: int, num_devices: int, unevenness: float) -> float:
     """The expected load of the most loaded device over the mean, with experts in order and loads not known.

@@ -146,6 +146,8 @@ class ItemMemory(NamedTuple):
         factor_bytes: most that its backward of the inputs leaves for that of the weights.
         again_bytes: of what is left, where the item is recomputed, beyond ``saved_bytes``.
         tied_parameters: of the head, those that are the embedding's too: a device that has both has them once.
+        routed_bytes: of the rows on their way through routed experts: part of ``saved_bytes``, or, where the item is
+            recomputed, of ``working_bytes``.
     """
 
     name: str
@@ -162,6 +164,16 @@ class ItemMemory(NamedTuple):
     factor_bytes: float = inf
     again_bytes: float = 0.0
     tied_parameters: int = 0
+    routed_bytes: float = 0.0
+
+    def with_rows(self, times: float) -> ItemMemory:
+        """The item on a device whose experts have so many times as many rows."""
+        more = (times - 1) * self.routed_bytes
+        found = self._replace(routed_bytes=self.routed_bytes + more, factor_bytes=self.factor_bytes + more)
+        if not self.working_bytes:
+            return found._replace(saved_bytes=self.saved_bytes + more)
+        again = self.again_bytes + more if self.again_bytes else 0.0
+        return found._replace(working_bytes=self.working_bytes + more, again_bytes=again)
 
     @property
     def counts(self) -> tuple[int, int, int, int]:

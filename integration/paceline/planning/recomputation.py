@@ -188,7 +188,10 @@ def recomputed(items: Sequence[ItemMemory], which: Collection[int] | None = None
         working = max(each.working_bytes for each in layer) + sum(each.saved_bytes for each in layer)
         saved, as_first = (0.0, item.output_bytes) if item.is_second else (item.output_bytes, 0.0)
         more = max(min(item.saved_bytes, item.factor_bytes) - saved, 0.0)
-        found[index] = item._replace(saved_bytes=saved, working_bytes=working, first_bytes=as_first, again_bytes=more)
+        routed = sum(each.routed_bytes for each in layer)
+        found[index] = item._replace(
+            saved_bytes=saved, working_bytes=working, first_bytes=as_first, again_bytes=more, routed_bytes=routed
+        )
     return found
 
 

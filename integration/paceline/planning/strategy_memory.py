@@ -58,12 +58,11 @@ def share_of(strategy: Strategy, workload: Workload, schedule: PipelineSchedule 
     imbalance = workload.imbalance(strategy.expert)
     items, experts = [], []
     for index, item in enumerate(workload.items):
-        memory = item.memory
+        memory = item.memory.with_rows(imbalance.get(index, 1.0))
         count = memory.num_parameters - item.expert_parameters
         if index == last and (strategy.pipeline == 1 or schedule.chunks > 1):
             count -= workload.tied_parameters
-        routed = item.expert_saved_bytes
-        saved = memory.saved_bytes - routed + routed * imbalance.get(index, 1.0)
+        saved = memory.saved_bytes
         if index and tensor > 1:  # the embedding is on every rank
             count = -(-count // tensor)
             blocks = workload.blocks_per_layer if index < last else 1

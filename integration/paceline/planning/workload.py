@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .expert_spread import expected_imbalance
+from .expert_spread import expected_imbalance, most_imbalance
 from .experts import Placement, checked_loads, imbalance
 from .memory import ItemMemory, States, with_head_slices
 from .placement import greedy
@@ -25,7 +25,6 @@ class Item(NamedTuple):
         backward_s: likewise.
         expert_parameters: of its routed experts together; 0: a dense layer.
         expert_s: forward and backward of the routed experts with all rows.
-        expert_saved_bytes: of ``memory.saved_bytes``, what belongs to the rows.
     """
 
     memory: ItemMemory
@@ -33,7 +32,6 @@ class Item(NamedTuple):
     backward_s: float
     expert_parameters: int = 0
     expert_s: tuple[float, float] = (0.0, 0.0)
-    expert_saved_bytes: float = 0.0
 
 
 class StageTimes(NamedTuple):
@@ -172,8 +170,7 @@ class Workload:
         """Rows of the busiest of so many devices, as a multiple of the mean, by MoE item.
 
         With one device there is none. Where their number does not divide E, some have an expert more, and are busier
-        also if all experts are alike. A gate of unlimited capacity may send every token to experts of one device: all
-        of its K choices, or as many as there are.
+        also if all experts are alike. A gate of unlimited capacity may send every token to experts of one device.
         """
         if expert_parallel not in self._imbalance:
             found = [self._of_layer(layer, expert_parallel) for layer in range(len(self.moe_layers))]
@@ -183,10 +180,9 @@ class Workload:
     def _of_layer(self, layer: int, num_devices: int) -> float:
         if num_devices == 1:
             return 1.0
-        held = self.most_experts(num_devices)
-        even = held * num_devices / self.num_experts
-        most = num_devices * min(self.top_k, held) / self.top_k
+        most = most_imbalance(self.num_experts, num_devices, self.top_k)
         if self.capacity_factor is not None:
+            even = self.most_experts(num_devices) * num_devices / self.num_experts
             most = min(most, self.capacity_factor * even)
         if self.worst:
             return most

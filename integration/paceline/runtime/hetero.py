@@ -29,10 +29,12 @@ from ..hf.layer_blocks import blocks_of
 from ..hf.layer_profile import Bench, CompileLayers, fingerprint, profile_items
 from ..hf.quiet_transformers import quiet
 from ..hf.weights import causal_config, skeleton
+from ..measure.flops import TOP_K, first_of
 from ..measure.host_names import host_name
 from ..measure.profile_file import DeviceProfile, ItemProfile, Profile, device_profile, versions
 from ..moe.hf_experts import experts_of, share_of
 from ..planning.blocks import Device
+from ..planning.expert_spread import UNKNOWN_LOADS, expected_imbalance, most_imbalance
 from ..planning.memory import ItemMemory, States
 from ..planning.recomputed_stages import RecomputedStages, fastest_stages
 from ..planning.stages import StagePlan
@@ -321,9 +323,9 @@ def _memory(
     """
     try:
         memories = count_items(config, **shape._asdict())
-        counted = [(item.working_bytes, item.first_bytes, item.tied_parameters) for item in memories]
+        counted = [(item.working_bytes, item.first_bytes, item.tied_parameters, item.routed_bytes) for item in memories]
     except ValueError:  # its forward depends on values; the tenth that is left of free memory is for this
-        counted, is_alike = [(0.0, 0.0, 0)] * len(items), True
+        counted, is_alike = [(0.0, 0.0, 0, 0.0)] * len(items), True
     if not is_alike:
         return shared_memory(config, memories, expert_parallel, num_copies, half_layers=shape.half_layers)
     memories = [
@@ -332,10 +334,17 @@ def _memory(
             first_bytes=first,
             tied_parameters=tied,
             is_second=shape.half_layers and number % 2 == 0 and 0 < number < len(items) - 1,
+            routed_bytes=routed,
         )
-        for number, (item, (working, first, tied)) in enumerate(zip(items, counted, strict=True))
+        for number, (item, (working, first, tied, routed)) in enumerate(zip(items, counted, strict=True))
     ]
     return shared_memory(config, memories, expert_parallel, num_copies, half_layers=shape.half_layers)
+
+
+def _busiest(num_experts: int, num_devices: int, top_k: int) -> float:
+    """Rows of the busiest device by the mean, before anybody has counted them."""
+    most = most_imbalance(num_experts, num_devices, top_k)
+    return min(most, expected_imbalance(num_experts, num_devices, UNKNOWN_LOADS))
 
 
 def kept_stages(
@@ -386,20 +395,24 @@ def shared_memory(
     *,
     half_layers: bool,
 ) -> list[ItemMemory]:
-    """Memory of the items where so many ranks share the experts of each layer, and have so many slots for copies."""
+    """Memory of the items where so many ranks share the experts of each layer, and have so many slots for copies.
+
+    The busiest of them counts, with experts as uneven as expected.
+    """
     if expert_parallel == 1:
         return list(items)
     with quiet():
         model = skeleton(causal_config(config))
+    top_k = first_of(model.config.get_text_config(), TOP_K)
     found = list(items)
     for number, block in enumerate(blocks_of(model, anatomy_of(model, half_layers=half_layers)), 1):
         experts = [each for module in block.modules for each in experts_of(module).values()]
         whole = sum(p.numel() for each in experts for p in each.parameters())
         share = sum(share_of(each, expert_parallel) for each in experts)
         copied = num_copies * sum(share_of(each, each.num_experts) for each in experts)
-        found[number] = found[number]._replace(
-            elsewhere=whole - share, empty=expert_parallel * share - whole, copied=copied
-        )
+        rows = [_busiest(each.num_experts, expert_parallel, top_k) for each in experts]
+        own = found[number].with_rows(max(rows, default=1.0))
+        found[number] = own._replace(elsewhere=whole - share, empty=expert_parallel * share - whole, copied=copied)
     return found
 
 

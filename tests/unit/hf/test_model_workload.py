@@ -73,7 +73,7 @@ def test_experts() -> None:
     # A gated expert: 6 alpha H^2 operations a row forward, twice that backward.
     forward_s = 6 * 2 * 64**2 * 128 / FLOPS_PER_S
     assert layer.expert_s == pytest.approx((forward_s, 2 * forward_s))
-    assert 0 < layer.expert_saved_bytes < layer.memory.saved_bytes
+    assert 0 < layer.memory.routed_bytes < layer.memory.saved_bytes
 
 
 def test_experts_that_compute_every_token() -> None:
@@ -113,7 +113,7 @@ def test_recomputed_layers_take_longer_and_keep_less() -> None:
     assert again.items[1].expert_s[1] == pytest.approx(1.5 * plain.items[1].expert_s[1])
     assert again.items[-1].backward_s == plain.items[-1].backward_s
     assert again.items[1].memory.saved_bytes < plain.items[1].memory.saved_bytes
-    assert again.items[1].expert_saved_bytes == 0
+    assert again.items[1].memory.routed_bytes == plain.items[1].memory.routed_bytes
 
 
 def test_tied_embeddings_and_precision() -> None:

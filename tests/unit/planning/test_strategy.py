@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.planning import recomputation
 from paceline.planning.cluster import Cluster, Fabric
 from paceline.planning.gradient_costs import state_bytes_per_parameter
 from paceline.planning.memory import ItemMemory, States, stage_memory
@@ -28,13 +29,13 @@ MIB = 2.0**20
 
 def workload(layers: int = 8, experts: int = 0, **changes: Any) -> Workload:
     """Layers of 10 M parameters, 30 ms; with experts another 8 M each and 60 ms together."""
+    routed = 20 * MIB if experts else 0.0
     layer = Item(
-        ItemMemory("layer", 10_000_000 + 8_000_000 * experts, 40 * MIB, 4 * MIB),
+        ItemMemory("layer", 10_000_000 + 8_000_000 * experts, 40 * MIB, 4 * MIB, routed_bytes=routed),
         0.01,
         0.02,
         8_000_000 * experts,
         (0.02, 0.04) if experts else (0.0, 0.0),
-        20 * MIB if experts else 0.0,
     )
     ends = (
         Item(ItemMemory("embedding", 30_000_000, 0.0, 4 * MIB), 0.0, 0.0),
@@ -287,6 +288,14 @@ def test_the_busiest_device_keeps_the_activations_of_all_its_rows() -> None:
     strategy = Strategy(1, 1, 4, 4)
     even, worst = (share_of(strategy, workload(experts=4, worst=worst)).items[1].saved_bytes for worst in (False, True))
     assert (even, worst) == (40 * MIB, (20 + 2 * 20) * MIB)
+
+
+def test_the_busiest_device_computes_the_activations_of_all_its_rows_again() -> None:
+    given = workload(experts=4, worst=True)
+    memories = recomputation.recomputed([item.memory for item in given.items])
+    items = tuple(item._replace(memory=memory) for item, memory in zip(given.items, memories, strict=True))
+    memory = share_of(Strategy(1, 1, 4, 4), replace(given, items=items)).items[1]
+    assert (memory.saved_bytes, memory.working_bytes) == (4 * MIB, (20 + 2 * 20) * MIB)
 
 
 def test_slower_links_never_make_a_step_shorter() -> None:
