@@ -269,7 +269,7 @@ def test_read_file(tmp_path):
         ('{"a\\u0062": 1, "ab": 2}', 'line 1, column 16: duplicate key "ab", first at line 1, column 2; keep one of '
          "them."),
         ('{"a": "NaN",\n "b": NaN}', "line 2, column 7: NaN is not JSON; write a number or null."),
-        ('{"a": 1,}', "line 1, column 8: Illegal trailing comma before end of object."),
+        ('{"a": 1,}', "line 1, column 8: Illegal trailing comma before end of object; correct the JSON there."),
         ('{"a": 1 // one\n}', "line 1, column 9: Expecting ',' delimiter"),
         ('// one\n{"a": 1}', "line 1, column 1: Expecting value; delete the comments, which JSON does not have."),
         ('\ufeff{"a": 1}', "line 1, column 1: Unexpected UTF-8 BOM (decode using utf-8-sig); save the file as UTF-8 "
