@@ -72,6 +72,22 @@ def test_two_devices(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+@pytest.mark.parametrize("more", [[], ["--gradient-checkpointing"]], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_a_plan_needs_as_much_memory_as_fit_says(
+    plan: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, more: list[str]
+) -> None:
+    argv = ["--devices", "4", *CLUSTER[2:], *STEP, "--write", str(tmp_path / "plans"), "--json"]
+    shown, _ = plan(model, *argv, *more)
+    written = [found for found in shown["plans"] if found["file"] and found["tensor"] == 1]
+    assert {found["expert"] for found in written} == ({1, 2, 4} if model == "mixtral" else {1})
+    for found in written:
+        argv = ["--deepspeed", found["file"], "--world-size", "4", "--device-memory-gib", "1", "--seq-length", "128"]
+        main(["fit", str(tmp_path / model), *argv, *more, "--json"])
+        stages = json.loads(capsys.readouterr().out)["memory"]
+        assert max(stage["total"] for stage in stages) / 2**30 == pytest.approx(found["memory_gib"], rel=1e-6), found
+
+
 def test_the_table(plan: Any) -> None:
     text, _ = plan("llama", *CLUSTER, *STEP, "--memory-gib", "1")
     lines = text.splitlines()
