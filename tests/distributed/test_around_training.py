@@ -205,20 +205,21 @@ def trainable(directory: str) -> list[int]:
 
 
 def test_one_step_for_max_steps_0(tmp_path: Any) -> None:
-    """As the plain Trainer makes; the device's cache is emptied as often as asked for."""
-    assert run_ranks(hardly_trained, 1, str(tmp_path)) == [[1, 0, 1, 2]]
+    """As the plain Trainer makes, with its rate; the device's cache is emptied as often as asked for."""
+    assert run_ranks(hardly_trained, 1, str(tmp_path)) == [([1, 0, 1, 2], 0.0)]
 
 
-def hardly_trained(directory: str) -> list[int]:
+def hardly_trained(directory: str) -> tuple[list[int], float]:
     from deepspeed.accelerator import get_accelerator
 
     trainer = made(directory, arguments={"max_steps": 0})
     steps = [trainer.train().global_step]
+    rate = trainer.state.log_history[0]["learning_rate"]
     trainer.args.max_steps, trainer.args.torch_empty_cache_steps = 5, 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(get_accelerator(), "empty_cache", lambda: steps.append(trainer.state.global_step // 2))
         trainer.train()
-    return steps
+    return steps, rate
 
 
 def looked_at(directory: str) -> None:

@@ -222,7 +222,7 @@ class PipelineTraining(_Trainer):
         self._created_lr_scheduler, self.lr_scheduler = False, None
 
         def scheduler(optimizer: torch.optim.Optimizer) -> Any:
-            return self.create_scheduler(num_steps or 1, optimizer)
+            return self.create_scheduler(1 if num_steps is None else num_steps, optimizer)
 
         if self._engine is not None:
             self._engine.destroy()
