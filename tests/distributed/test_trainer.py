@@ -717,6 +717,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"average_tokens_across_devices": False},
         "average_tokens_across_devices is False and there are 2",
     ),
+    (
+        pipeline(1),
+        {"accelerator_config": {"even_batches": False}},
+        "even_batches of accelerator_config is False and there are 2 pipelines .*; leave it at True",
+    ),
     (pipeline(2, schedule={"micro_batch_sizes": [1, 2]}), {}, r"micro_batch_sizes is \[1, 2\] under the Trainer"),
     ({**pipeline(2), "gradient_accumulation_steps": 8}, {}, "gradient_accumulation_steps is 8 in the JSON and"),
     (pipeline(3), {}, "stages is 3"),

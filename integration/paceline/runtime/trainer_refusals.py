@@ -170,6 +170,12 @@ def refused_shape(args: TrainingArguments, resolved: RunPlan) -> str:
             f"average_tokens_across_devices is False and there are {resolved.data_parallel} pipelines side by side: "
             "all label tokens of a step count alike; leave it at True."
         )
+    if resolved.data_parallel > 1 and not args.accelerator_config.even_batches:
+        return (
+            f"even_batches of accelerator_config is False and there are {resolved.data_parallel} pipelines side by "
+            "side: one with fewer batches would leave another waiting; leave it at True, and give dataloader_drop_last "
+            "where no row is to be trained on twice."
+        )
     sizes = resolved.schedule.micro_batch_sizes or ()
     if len(sizes) > 1:
         return (
