@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from importlib import metadata
+from inspect import Parameter, signature
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -272,7 +273,6 @@ class Profile:
 
 _TYPES: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
 _PARTS: dict[str, Any] = {part.__name__: part for part in (ItemProfile, DeviceProfile, StageTimes)}
-_OPTIONAL = ("links", "versions", "stage", *StageTimes._fields)
 
 
 def _build(cls: Any, values: Any, where: str) -> Any:
@@ -280,10 +280,11 @@ def _build(cls: Any, values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         raise ValueError(f"{where.rstrip('.')} is {values!r}: give an object {{...}}.")
     typed = {f.name: f.type for f in fields(cls)} if is_dataclass(cls) else dict.fromkeys(cls._fields, "float")
+    needed = [name for name, given in signature(cls).parameters.items() if given.default is Parameter.empty]
     known = {name: str(kind) for name, kind in typed.items()}
     known_keys(where.rstrip(".") or "a profile", values, known)
-    for key in known:
-        if key not in values and key not in _OPTIONAL:
+    for key in needed:
+        if key not in values:
             raise ValueError(f'"{where}{key}" is missing; make the profile anew with `paceline profile`.')
     return cls(**{key: _value(f"{where}{key}", known[key], value) for key, value in values.items()})
 

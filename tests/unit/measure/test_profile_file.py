@@ -84,6 +84,7 @@ def changed(**changes: Any) -> Any:
         (changed(sequence_len=3), '"sequence_len" is not a key of a profile; did you mean "sequence_length"?'),
         (changed(items__1__zzz=3), '"zzz" is not a key of items[1]; choose from name, kind, forward_s'),
         (changed(items__1__kind=KeyError), '"items[1].kind" is missing; make the profile anew'),
+        (changed(items__1__forward_s=KeyError), '"items[1].forward_s" is missing; make the profile anew'),
         (changed(items__1__forward_s="fast"), "items[1].forward_s is 'fast': give a number."),
         (changed(items__1__saved_bytes=1.5), "items[1].saved_bytes is 1.5: give a whole number."),
         (changed(items__1__saved_bytes=True), "items[1].saved_bytes is True: give a whole number."),
