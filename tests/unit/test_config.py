@@ -291,6 +291,13 @@ def test_strict_json(tmp_path, text, message):
         assert str(error.value).startswith((f"{path}, {message}", f"{path}: {message}"))
 
 
+def test_a_file_that_cannot_be_read():
+    """As one that the user may not read, which root always may."""
+    path = "/proc/self/mem"
+    with pytest.raises(ValueError, match=rf"^{path}: Input/output error; give the path of a DeepSpeed JSON\.$"):
+        read_ds_config(path)
+
+
 def test_the_name_of_the_section_misspelt():
     """All that the section asks for would be lost without a word."""
     with pytest.raises(ValueError, match=r'^"pacelin" is not a key that DeepSpeed reads: did you mean "paceline"\?$'):

@@ -28,13 +28,20 @@ def read_ds_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[s
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
     path = Path(source)
-    if path.is_file() and not path.read_bytes().strip():
+    if _is_empty(path):
         raise ValueError(f"{path}: the file is empty; a DeepSpeed config is an object: write {{}} for the defaults.")
     config = read_json(source, "give the path of a DeepSpeed JSON")
     if not isinstance(config, dict):
         raise ValueError(f"{path}: holds {type(config).__name__}, a DeepSpeed config is an object {{...}}.")
     _check_kind(path, config)
     return config
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return path.is_file() and not path.read_bytes().strip()
+    except OSError:  # of which the reader tells
+        return False
 
 
 def accelerates_ds_config(environment: Mapping[str, str]) -> str | None:
