@@ -20,7 +20,7 @@ from paceline import __version__
 from paceline.imports import few_collections
 from paceline.messages import brief, nearest, print_anything
 
-OK, BAD_INPUT, REFUSED = 0, 2, 3
+OK, BAD_INPUT, REFUSED, INTERRUPTED = 0, 2, 3, 130
 
 MOST = 2**20
 """Ranks, or layers, that a config is checked for."""
@@ -43,10 +43,13 @@ COMMANDS: tuple[tuple[str, str], ...] = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; the exit status. A ValueError becomes one line on stderr."""
+    """Run one subcommand; the exit status. Errors of the input or of files become one line on stderr."""
     print_anything()
-    with few_collections():
-        return _run(argv)
+    try:
+        with few_collections():
+            return _run(argv)
+    except KeyboardInterrupt:  # Ctrl-C: whoever pressed it knows
+        return INTERRUPTED
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -72,6 +75,8 @@ def _run(argv: Sequence[str] | None) -> int:
         elif error.errno == errno.ENOSPC:
             text = f"{error.filename or 'the output'} cannot be written ({error.strerror}): write to a disk with room."
             _drop_output()
+        elif error.filename is not None:
+            text = f"{error.filename}: {error.strerror}; give another path, or make this one accessible."
         else:
             raise
     print(f"paceline: {brief(text)}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """The ``paceline`` command."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -289,6 +290,28 @@ def test_a_name_that_is_too_long_for_a_file(tmp_path, capsys):
     assert err.startswith("paceline: xxx")
     assert err.endswith("xxx/manifest.json: the name is too long for a file; give a shorter one.\n")
     assert len(err) < MOST + 20
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "far/run"),
+            2,
+            "paceline: far/run: Permission denied; give another path, or make this one accessible.\n",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_ends_any_command(error, status, message, monkeypatch, capsys):
+    """Looking at a file in a folder that others may not enter, and Ctrl-C."""
+
+    def end(*_):
+        raise error
+
+    monkeypatch.setattr("paceline.report.run_records.runs_in", end)
+    assert main(["report", "far/run"]) == status
+    assert capsys.readouterr().err == message
 
 
 def test_schema(capsys):
