@@ -122,7 +122,7 @@ def test_other_dtypes_and_errors(tmp_path: Path, capsys) -> None:
     assert main(["export", str(checkpoint), str(other)]) == 2
 
     capsys.readouterr()
-    nowhere = tmp_path / "nowhere"
+    nowhere, earlier = tmp_path / "nowhere", shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
     for arguments, message in (
         ([nowhere, target], f"{nowhere} is no checkpoint: there is no such directory"),
         ([checkpoint, checkpoint / "model"], "belongs to the checkpoint itself: export to another directory"),
@@ -130,6 +130,7 @@ def test_other_dtypes_and_errors(tmp_path: Path, capsys) -> None:
         ([checkpoint, tmp_path / "x", "--max-shard-size", "large"], "--max-shard-size large: must be a whole number"),
         ([checkpoint, tmp_path / "x", "--max-shard-size", "0KB"], "--max-shard-size 0KB: must be a whole number"),
         ([checkpoint, checkpoint / "meta.pt" / "x"], "belongs to the checkpoint itself"),
+        ([checkpoint, earlier], f"{earlier} belongs to checkpoint-2, a checkpoint: export to another directory"),
         ([checkpoint, target / "config.json"], f"exporting to {target / 'config.json'} failed: "),
     ):
         assert main(["export", *map(str, arguments)]) == 2

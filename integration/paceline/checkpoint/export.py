@@ -19,7 +19,7 @@ from paceline.hf.anatomy import anatomy_of
 from paceline.hf.weights import skeleton
 
 from .format import MANIFEST, MODEL, MODEL_KINDS, CheckpointError
-from .reader import Checkpoint, latest_checkpoint
+from .reader import Checkpoint, checkpoint_around, latest_checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,8 +67,9 @@ def export_checkpoint(
         )
     checkpoint = Checkpoint.open(chosen)
     target = Path(directory)
-    if target.resolve().is_relative_to(checkpoint.path.resolve()):
-        raise ValueError(f"{target} belongs to the checkpoint itself: export to another directory.")
+    if owner := checkpoint_around(target):
+        name = "the checkpoint itself" if owner == checkpoint.path.resolve() else f"{owner.name}, a checkpoint"
+        raise ValueError(f"{target} belongs to {name}: export to another directory.")
     if not overwrite:
         _check_replaces(target, checkpoint)
     checkpoint.verify()

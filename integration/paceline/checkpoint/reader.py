@@ -283,7 +283,7 @@ def damaged_checkpoints(root: str | Path) -> dict[Path, str]:
     """
     root = Path(root)
     paths = [path for path in root.iterdir() if not path.name.startswith(".")] if root.is_dir() else []
-    found = {path for path in paths if (path / MANIFEST).exists() and not _is_foreign(path / MANIFEST)}
+    found = {path for path in paths if _has_manifest(path)}
     named = _named_latest(root)
     problems = {}
     for path in sorted(found | ({named} if named is not None else set())):
@@ -295,6 +295,16 @@ def damaged_checkpoints(root: str | Path) -> dict[Path, str]:
         if problem is not None:
             problems[path] = problem
     return problems
+
+
+def checkpoint_around(path: Path) -> Path | None:
+    """The checkpoint that ``path`` is, or lies in; whole or not."""
+    path = path.resolve()
+    return next((folder for folder in (path, *path.parents) if _has_manifest(folder)), None)
+
+
+def _has_manifest(path: Path) -> bool:
+    return (path / MANIFEST).exists() and not _is_foreign(path / MANIFEST)
 
 
 def _named_latest(root: Path) -> Path | None:
