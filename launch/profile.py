@@ -49,8 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
     if not Path(args.output).parent.is_dir():  # told before there is anything to lose
         raise ValueError(f"--output {args.output}: its directory does not exist; make it, or give another path.")
-    if Path(args.output).is_dir():  # an empty name is the directory here
-        raise ValueError(f"--output {args.output}: it is no name of a file but a directory; give another path.")
+    if Path(args.output).exists() and not Path(args.output).is_file():  # an empty name is the directory here
+        nature = "a directory" if Path(args.output).is_dir() else "a device or a pipe, which a file would replace"
+        raise ValueError(f"--output {args.output}: it is no name of a file but {nature}; give another path.")
     config = model_config_at(args.model)
     if args.half_layers:
         require_halves(config)

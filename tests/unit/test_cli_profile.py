@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def test_as_text(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert layer[:2] == ["LlamaDecoderLayer", "3"]
     assert layer[-1] == "9280"
     assert lines[-1] == f"written to {tmp_path / 'p.json'}"
+
+
+def test_what_is_no_file_is_not_replaced(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as /dev/null: the whole file comes under another name first."""
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["profile", model, "--seq-length", "8", "--output", str(tmp_path / "pipe")]) == 2
+    assert "it is no name of a file but a device or a pipe, which a file would replace" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.parametrize(
