@@ -12,6 +12,7 @@ from paceline.launch.cli import main
 from paceline.schedules.costs import Costs
 from paceline.schedules.families import interleaved, kfkb
 from paceline.schedules.text import to_text
+from support.saves import small_file_system
 
 SHAPE = ["--stages", "4", "--micro-batches", "16"]
 SECONDS = ["--forward", "0.02", "--backward", "0.04"]
@@ -443,3 +444,15 @@ def test_costs_that_no_one_has_written(capsys, tmp_path, text, message):
 def test_a_full_disk_is_told_with_the_file(capsys):
     assert main(["simulate", *SHAPE, *SECONDS, "--trace", "/dev/full"]) == 2
     assert capsys.readouterr().err.startswith("paceline: cannot write /dev/full (No space left on device): choose")
+
+
+def test_a_picture_for_which_there_is_no_room_is_not_begun(capsys, tmp_path):
+    with small_file_system(tmp_path / "disk", "8k") as disk:
+        picture = disk / "step.svg"
+        picture.write_text("earlier")
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "rest").write_bytes(bytes(20_000))
+        assert main(["simulate", *SHAPE, *SECONDS, "--draw", str(picture)]) == 2
+        assert capsys.readouterr().err.startswith(f"paceline: cannot write {picture} (No space left on device): choose")
+        assert picture.read_text() == "earlier"
+        assert {path.name for path in disk.iterdir()} == {"step.svg", "rest"}

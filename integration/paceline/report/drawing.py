@@ -11,6 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .metrics import write_whole
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -72,7 +74,7 @@ def save(make: Callable[[], Figure], path: str | os.PathLike[str]) -> None:
     if Path(path).suffix.lower() == ".svg":
         style = f"<style>svg{{background:{PAPER}}}{dark_style()}{_DARK_PAPER}</style>"
         text = re.sub(r"(<svg[^>]*>)", lambda match: match[1] + style, _svg(make), count=1)
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(Path(path), text)
         return
     with _settings():
         make().savefig(path, format="png", dpi=_DPI, metadata={"Software": None})
