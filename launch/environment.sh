@@ -40,7 +40,7 @@ prepare_environment() { # run|test
     export PYTHONPATH=$REPOSITORY/integration${PYTHONPATH:+:$PYTHONPATH}
   elif [[ $(_stamp "$venv") != "$stamp"* ]]; then
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-      _make_venv "$venv" || return
+      _make_venv "$venv" "$1" || return
     fi
     if ! _has_usable_torch "$venv/bin/python"; then
       step "installing torch $TORCH_TO_INSTALL" pip_install "$venv" "torch==$TORCH_TO_INSTALL" || return
@@ -77,16 +77,17 @@ if place.exists() and place.resolve() != Path(sys.argv[1]).resolve():
 EOF
 }
 
-_make_venv() { # venv
-  local python="" candidate options=()
+_make_venv() { # venv run|test
+  local python="" candidate options=() least=10
+  if [[ $2 == test ]]; then least=11; fi # TRL and newer transformers ask for it
   for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
     # A virtual environment cannot stand on another one: what counts is the Python underneath.
     python=$("$candidate" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))' 2>/dev/null) &&
-      "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' && break
+      "$python" -c 'import sys; sys.exit(sys.version_info < (3, int(sys.argv[1])))' "$least" && break
     python=""
   done
   if [[ -z $python ]]; then
-    _fail "no Python 3.10 or newer found as python3: install one"
+    _fail "no Python 3.$least or newer found as python3: install one"
   elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     _fail "$python has no ensurepip or venv: install them (Debian, Ubuntu: apt install python3-venv)"
   else

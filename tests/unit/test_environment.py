@@ -121,7 +121,8 @@ def test_torch_of_the_python_underneath(clone: Clone, tmp_path: Path, version: s
         assert (tmp_path / "venv" / "paceline-constraints.txt").read_text() == f"torch=={version}\n"
 
 
-def test_without_python(clone: Clone, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("purpose", "least"), [("run", "3.10"), ("test", "3.11")])
+def test_without_python(clone: Clone, tmp_path: Path, purpose: str, least: str) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()
     for name in ("bash", "cksum", "dirname"):
@@ -129,6 +130,6 @@ def test_without_python(clone: Clone, tmp_path: Path) -> None:
         assert found is not None
         (commands / name).symlink_to(found)
     with pytest.raises(
-        RuntimeError, match=r"^paceline: error: no Python 3.10 or newer found as python3: install one\n$"
+        RuntimeError, match=rf"^paceline: error: no Python {least} or newer found as python3: install one\n$"
     ):
-        clone.prepare("run", PATH=str(commands))
+        clone.prepare(purpose, PATH=str(commands))
