@@ -76,7 +76,8 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, half_layers:
         shape: ``micro_batch_size``, ``sequence_length`` and ``gradient_checkpointing``.
 
     Raises:
-        ValueError: a model that cannot be cut, sizes that it cannot have, or an ``output`` that cannot be made.
+        ValueError: a model that cannot be cut, sizes that it cannot have, or an ``output`` that cannot be made or
+            written to.
     """
     import torch
     import torch.distributed as dist
@@ -89,6 +90,7 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, half_layers:
     from paceline.measure.collectives import agreed
     from paceline.measure.profile_file import Profile, device_profile, versions
     from paceline.planning.workload import StageTimes
+    from paceline.report.metrics import write_whole
     from paceline.runtime.measured_cluster import measure_cluster
     from paceline.runtime.split_times import measure_stage
 
@@ -115,12 +117,22 @@ def measure(config: Any, output: Path, *, dtype: str | None = None, half_layers:
     ]
     here = device_profile(device, ranks_sharing(device))
     cluster = measure_cluster(control, device, min(control.gather(here.free_bytes)))
-    if dist.get_rank() == 0:
-        profile = Profile(fingerprint(config), dtype, **shape, items=tuple(items), devices=(here,), versions=versions())
-        profile = replace(profile, stage=stage)
-        profile.save(output / PROFILE)
-        (output / CLUSTER).write_text(json.dumps(cluster.to_dict(), indent=2) + "\n")
-    dist.barrier()
+    with control.together(f"writing {output}"):
+        if dist.get_rank() == 0:
+            profile = Profile(
+                *(fingerprint(config), dtype),
+                **shape,
+                items=tuple(items),
+                devices=(here,),
+                versions=versions(),
+                stage=stage,
+            )
+            profile.save(output / PROFILE)
+            try:
+                write_whole(output / CLUSTER, json.dumps(cluster.to_dict(), indent=2) + "\n")
+            except OSError as error:
+                why = f"{error.strerror}; give a directory with room and the right to write"
+                raise ValueError(f"--output_dir {output}: {why}.") from error
 
 
 if __name__ == "__main__":

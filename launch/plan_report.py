@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.messages import aligned
+from paceline.report.metrics import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -170,9 +171,9 @@ def write(directory: Path, shown: dict[str, Any], args: argparse.Namespace, shap
             if plan["runs"]:
                 path = directory / f"{plan['name']}.json"
                 config = ds_config(plan, shape, args.zero, rebalanced=args.rebalanced)
-                path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+                write_whole(path, json.dumps(config, indent=2) + "\n")
                 plan["file"], plan["command"] = str(path), _command(plan, str(path), args, shown["cluster"])
-        (directory / "plans.txt").write_text(text(shown) + "\n", encoding="utf-8")
+        write_whole(directory / "plans.txt", text(shown) + "\n")
     except OSError as error:
         raise ValueError(f"--write {directory}: {error.strerror}; give a directory that can be written.") from None
 

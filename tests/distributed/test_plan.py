@@ -13,6 +13,7 @@ from paceline.launch.cli import main
 from support import trainer_job
 from support.jobs import TINY, finetune, flags
 from support.ranks import RANK_ENVIRONMENT, run_ranks
+from support.saves import small_file_system
 
 OVERRIDES = {"llama": "", "mixtral": ",num_local_experts=4,num_experts_per_tok=2"}
 NAMES = {
@@ -136,6 +137,15 @@ def test_what_two_ranks_measure_can_be_planned_with(
         assert found["terms"]["dense"] > 0
         assert found["terms"]["optimizer"] > 0
         assert (found["terms"]["all_to_all"] > 0) == (found["expert"] > 1)
+
+
+def test_all_ranks_end_where_there_is_no_room_for_what_they_measure(plans: Any, tmp_path: Path) -> None:
+    folder, _ = plans["llama"]
+    with small_file_system(tmp_path / "disk", "8k") as disk:
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "rest").write_bytes(bytes(20_000))
+        assert run_ranks(measure, 2, [str(folder), *flags(output_dir=disk, seq_length=8)]) == [2, 2]
+        assert [path.name for path in disk.iterdir()] == ["rest"]
 
 
 @pytest.mark.launcher

@@ -16,6 +16,7 @@ from paceline.config import PacelineConfig, near_misses, resolve
 from paceline.hf.layer_profile import fingerprint
 from paceline.launch.cli import main
 from paceline.measure.profile_file import DeviceProfile, ItemProfile, Profile
+from support.saves import small_file_system
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -86,6 +87,15 @@ def test_a_plan_needs_as_much_memory_as_fit_says(
         main(["fit", str(tmp_path / model), *argv, *more, "--json"])
         stages = json.loads(capsys.readouterr().out)["memory"]
         assert max(stage["total"] for stage in stages) / 2**30 == pytest.approx(found["memory_gib"], rel=1e-6), found
+
+
+def test_plans_for_which_there_is_no_room_leave_nothing(plan: Any, tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "disk", "8k") as disk:
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "rest").write_bytes(bytes(20_000))
+        _, err = plan("llama", *CLUSTER, *STEP, "--write", str(disk), status=2)
+        assert err == f"paceline: --write {disk}: No space left on device; give a directory that can be written.\n"
+        assert [path.name for path in disk.iterdir()] == ["rest"]
 
 
 def test_the_table(plan: Any) -> None:
