@@ -215,7 +215,7 @@ class OrdinaryBatch(TorchDispatchMode):
 
 class FusedAttention(TorchFunctionMode):
     """``scaled_dot_product_attention`` that keeps what a fused kernel does; meta tensors alone go the long way, as do
-    keys that heads share by broadcast, which no fused kernel takes."""
+    keys that heads share by broadcast, which fused kernels do not take (on CPUs torch's does, from 2.14 on)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     FalconConfig,
@@ -103,6 +104,8 @@ def test_layers_are_measured_with_the_adapters_that_are_trained(first_weights: b
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_what_is_counted_without_memory_is_what_autograd_saves(family: str) -> None:
+    if family == "falcon" and Version(torch.__version__) >= Version("2.14"):
+        pytest.skip("CPUs' fused kernel takes one head of keys for all queries since torch 2.14: runs with older ones")
     measured = profile_items(CONFIGS[family], device=CPU, repeats=1, **SHAPE)
     counted = count_items(CONFIGS[family], **SHAPE)
     for own, other in zip(measured, counted, strict=True):

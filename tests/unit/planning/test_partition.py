@@ -3,8 +3,10 @@
 import random
 import re
 from fractions import Fraction
+from functools import reduce
 from itertools import combinations, pairwise
 from math import inf, isclose, nan
+from operator import add
 
 import pytest
 from hypothesis import given
@@ -139,7 +141,7 @@ def test_bottleneck_adds_without_rounding():
     works = [0.1] * 10
     exact = sum(map(Fraction, works))
     assert bottleneck([Block(work) for work in works], [Device()], (), (0, 10)) == float(exact)
-    assert partition([Block(work) for work in works], [Device()]).bottleneck_s == float(exact) != sum(works)
+    assert partition([Block(work) for work in works], [Device()]).bottleneck_s == float(exact) != reduce(add, works)
 
 
 @pytest.mark.parametrize(
