@@ -360,7 +360,7 @@ def test_one_clear_line(capsys, argv, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"forward_s": [1],\n "backward_s": [2],}', "line 2, column "),
+        ('{"forward_s": [1],\n "backward_s": [2],}', f"line 2, column {19 if sys.version_info >= (3, 13) else 20}: "),
         ("[1, 2]", "holds list, costs are an object {...}."),
         ('{"forward_s": [1], "bakward_s": [2]}', '"bakward_s" is not a key of the costs; did you mean "backward_s"?'),
         ('{"forward_s": [1], "backward_s": [2, 3]}', "backward_s has 2 values and there are 1 stages"),
