@@ -4,7 +4,7 @@ import copy
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.config import PacelineConfig, ScheduleChoice, choose_stages, resolve, resolve_stages
@@ -284,6 +284,9 @@ def test_one_stage_is_a_pipeline_too():
 SIZES = st.one_of(st.none(), st.integers(1, 48))
 
 
+@example(1, 2, 3, None, 12)
+@example(2, 3, None, 4, 24)
+@example(4, 2, None, None, 32)
 @given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([1, 2, 3]), SIZES, SIZES, SIZES)
 def test_batch_arithmetic(num_stages, data_parallel, micro, count, train):
     """The product rule holds, what is written stays, and a refusal means that no numbers would do."""
