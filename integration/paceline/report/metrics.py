@@ -107,20 +107,27 @@ def read_lines(path: Path, remedy: str, nature: str, parse: Callable[[Any], T]) 
     return found
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all, and in place of a link what it names; a pipe or device just takes it.
 
     Raises:
         OSError: it cannot be written, with its name: where the disk is full, the system does not give it.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    if isinstance(content, str):
+        content = content.encode("utf-8", "replace")  # of a command's bytes that are no text
+    target = Path(os.path.realpath(path))
+    # What is printed may go to the file that /dev/stdout names, too.
+    is_whole = path.parent != Path("/dev") and (path.is_file() or not path.exists())
+    draft = target.with_name(f".{target.name}.{os.getpid()}") if is_whole else path
     try:
-        draft.write_text(text, encoding="utf-8", errors="replace")  # of a command's bytes that are no text
-        draft.replace(path)
+        draft.write_bytes(content)
+        if is_whole:
+            draft.replace(target)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        draft.unlink(missing_ok=True)
+        if is_whole:
+            draft.unlink(missing_ok=True)
 
 
 def events(record: Mapping[str, Any], samples: int, prefix: str = "Paceline") -> list[tuple[str, float, int]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from paceline.report.metrics import TIMES, MetricsFile, RankTotals, keep_until, summarize, table
+from paceline.report.metrics import TIMES, MetricsFile, RankTotals, keep_until, summarize, table, write_whole
 
 
 def test_lines_are_json_whatever_the_numbers(tmp_path: Path) -> None:
@@ -49,6 +50,26 @@ def test_a_line_that_cannot_be_read_is_named(line: str, tmp_path: Path) -> None:
     file.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 cannot be read .*: remove it"):
         keep_until(file, 1)
+
+
+def test_what_a_link_names_is_written(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    link, file = tmp_path / "link", tmp_path / "there" / "file"
+    link.symlink_to(file)
+    for content in ("new", "newer"):
+        write_whole(link, content)
+        assert link.is_symlink()
+        assert file.read_text() == content
+    assert [path.name for path in file.parent.iterdir()] == ["file"]
+
+
+def test_a_pipe_takes_what_is_written() -> None:
+    """As ``/dev/stdout`` does."""
+    ends = os.pipe()
+    write_whole(Path(f"/dev/fd/{ends[1]}"), b"content")
+    assert os.read(ends[0], 100) == b"content"
+    for end in ends:
+        os.close(end)
 
 
 def test_no_path_writes_nothing() -> None:
