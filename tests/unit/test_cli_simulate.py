@@ -446,13 +446,14 @@ def test_a_full_disk_is_told_with_the_file(capsys):
     assert capsys.readouterr().err.startswith("paceline: cannot write /dev/full (No space left on device): choose")
 
 
-def test_a_picture_for_which_there_is_no_room_is_not_begun(capsys, tmp_path):
+@pytest.mark.parametrize(("flag", "name"), [("--draw", "step.svg"), ("--draw", "step.png"), ("--trace", "step.json")])
+def test_a_picture_for_which_there_is_no_room_is_not_begun(capsys, tmp_path, flag, name):
     with small_file_system(tmp_path / "disk", "8k") as disk:
-        picture = disk / "step.svg"
+        picture = disk / name
         picture.write_text("earlier")
         with pytest.raises(OSError, match="No space left"):
             (disk / "rest").write_bytes(bytes(20_000))
-        assert main(["simulate", *SHAPE, *SECONDS, "--draw", str(picture)]) == 2
+        assert main(["simulate", *SHAPE, *SECONDS, flag, str(picture)]) == 2
         assert capsys.readouterr().err.startswith(f"paceline: cannot write {picture} (No space left on device): choose")
         assert picture.read_text() == "earlier"
-        assert {path.name for path in disk.iterdir()} == {"step.svg", "rest"}
+        assert {path.name for path in disk.iterdir()} == {name, "rest"}

@@ -77,7 +77,9 @@ def save(make: Callable[[], Figure], path: str | os.PathLike[str]) -> None:
         write_whole(Path(path), text)
         return
     with _settings():
-        make().savefig(path, format="png", dpi=_DPI, metadata={"Software": None})
+        file = io.BytesIO()
+        make().savefig(file, format="png", dpi=_DPI, metadata={"Software": None})
+    write_whole(Path(path), file.getvalue())
 
 
 def inline(make: Callable[[], Figure], label: str) -> str:

@@ -14,6 +14,7 @@ from paceline.schedules.schedule import BACKWARD, BACKWARD_INPUT, FORWARD
 from paceline.schedules.timeline import Span, Timeline, Transfer
 
 from .comparison import is_compute
+from .metrics import write_whole
 
 Event = dict[str, Any]
 Member = Span | Transfer
@@ -43,10 +44,8 @@ def write_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> 
         events += [{"pid": pid, **event} for event in _flows(placed, ids)]
     # A flow belongs to the slice that is open where it stands: slices first.
     events.sort(key=lambda event: (event["ts"], event["ph"] != "X"))
-    with Path(path).open("w") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        file.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in headers + events))
-        file.write("\n]}\n")
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in headers + events)
+    write_whole(Path(path), f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n')
 
 
 def _named(pid: int, tid: int, what: str, name: str, order: int) -> list[Event]:
