@@ -842,6 +842,29 @@ def test_trainers_of_other_losses_are_refused_for_their_own_reason(name: str, wh
     assert refused_kind(type("Fine", (PipelineTraining, trl.SFTTrainer), {})) == ""
 
 
+@pytest.mark.parametrize("name", ["mean_token_accuracy", "eval_entropy"])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning:transformers")
+def test_trls_own_metrics_choose_no_model(name: str, tmp_path: Path) -> None:
+    """Nobody computes them; a ``compute_metrics`` may return one of that name."""
+    from trl import SFTConfig, SFTTrainer
+
+    from paceline.runtime.trainer import PipelineTraining
+    from paceline.runtime.trainer_refusals import refused
+
+    class Given(PipelineTraining, SFTTrainer):
+        def __init__(self, compute_metrics: Any) -> None:
+            self.args = SFTConfig(
+                output_dir=str(tmp_path), use_cpu=True, report_to=[], bf16=False, metric_for_best_model=name
+            )
+            self.compute_metrics = compute_metrics
+            self.accelerator = SimpleNamespace()
+            self.model_init = self.optimizer = self.lr_scheduler = None
+
+    told = f"^metric_for_best_model is '{name}' and the JSON has .*; choose \"loss\", or give a compute_metrics"
+    assert re.match(told, refused(Given(None), PipelineTraining))
+    assert refused(Given(lambda found: {}), PipelineTraining) == ""
+
+
 def test_a_compute_loss_before_trls_is_refused() -> None:
     from trl import SFTTrainer
 

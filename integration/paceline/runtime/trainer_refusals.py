@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 from ..averaging.combining import combining_fault
 from ..config import PacelineConfig, RunPlan, read_ds_config
 from ..config.section import check_its_name
-from .trainer_loss import home_of, refused_loss
+from .trainer_loss import averages_alone, home_of, refused_loss
 
 ASKED = 'the JSON has "paceline": {"pipeline": ...}'
 _OWN = ("transformers.trainer", "trl.trainer.sft_trainer")
@@ -21,6 +21,9 @@ _NOT_COMPILED = (
     'it compiles a whole model, and a stage runs layers of it (compile them with "compile": true in '
     '"paceline"."pipeline" of the JSON; fused attention needs no compiling: attn_implementation)'
 )
+
+
+_TRLS_METRICS = ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss")
 
 
 def asks_for_pipeline(args: TrainingArguments) -> bool:
@@ -84,6 +87,13 @@ def refused(trainer: Trainer, mixin: type) -> str:
         return (
             f"dataloader_in_order is False and {ASKED}: the first and the last stage read the same batches, and "
             "workers would hand them out as they happen to be ready; leave one of them out."
+        )
+    best = args.metric_for_best_model
+    is_trls = averages_alone(type(trainer)) and trainer.compute_metrics is None
+    if is_trls and (best or "").removeprefix("eval_") in _TRLS_METRICS:
+        return (
+            f"metric_for_best_model is {best!r} and {ASKED}: TRL takes it from all logits, which no rank has; choose "
+            '"loss", or give a compute_metrics that returns it.'
         )
     uploads = os.environ.get("WANDB_LOG_MODEL", "false")
     if "wandb" in args.report_to and uploads.lower() not in ("false", "0"):
