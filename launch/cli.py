@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from paceline import __version__
 from paceline.imports import few_collections
-from paceline.messages import brief, nearest, print_anything
+from paceline.messages import brief, nearest, plural, print_anything
 
 OK, BAD_INPUT, REFUSED, INTERRUPTED = 0, 2, 3, 130
 
@@ -294,7 +294,7 @@ def _export(args: argparse.Namespace) -> int:
         paths = {"checkpoint": str(done.checkpoint), "directory": str(done.directory)}
         print(json.dumps({**vars(done), **paths}, indent=2))
     else:
-        size = f"{done.num_files} file{'s' if done.num_files > 1 else ''}, {done.num_bytes / 1e6:.1f} MB"
+        size = f"{plural(done.num_files, 'file')}, {done.num_bytes / 1e6:.1f} MB"
         print(f"{done.checkpoint} is now the model {done.directory}: {done.dtype}, {size} of weights.")
     return OK
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.messages import plural
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
@@ -64,7 +66,7 @@ def _text(report: Mapping[str, Any]) -> str:
     from paceline.report.comparison import format_duration, format_figure
 
     run, head, decided = report["run"], report["headline"], report["decisions"]
-    parts = [f"{run['name']}: {run['steps']:,} steps"]
+    parts = [f"{run['name']}: {plural(run['steps'], 'step')}"]
     if run["state"] != "finished":
         parts[0] += " so far"
     shown = {
@@ -75,5 +77,6 @@ def _text(report: Mapping[str, Any]) -> str:
     }
     parts += [show(head[key]) for key, show in shown.items() if head[key] is not None]
     if decided:
-        parts.append(f"{sum(decision['switched'] for decision in decided)} switches in {len(decided)} looks")
+        switches = plural(sum(decision["switched"] for decision in decided), "switch", "switches")
+        parts.append(f"{switches} in {plural(len(decided), 'look')}")
     return ", ".join(parts)

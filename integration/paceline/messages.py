@@ -41,6 +41,15 @@ def named(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def plural(number: int, one: str, many: str | None = None) -> str:
+    """A number of things, with their name.
+
+    >>> plural(1, "step"), plural(2000, "step"), plural(2, "switch", "switches")
+    ('1 step', '2,000 steps', '2 switches')
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None:
     """The one of ``known`` that ``name`` was probably meant to be: the only one that it begins, or the most alike.
 

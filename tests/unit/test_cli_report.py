@@ -44,6 +44,10 @@ def test_a_killed_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None
     (run_dir / "summary.json").unlink()
     assert main(["report", str(run_dir)]) == 0
     assert capsys.readouterr().out.startswith("tuned: 60 steps so far, loss")
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[1].replace('"step": 2', '"step": 1'))
+    assert main(["report", str(run_dir)]) == 0
+    assert capsys.readouterr().out.startswith("tuned: 1 step so far, loss")
 
 
 def test_islands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from ..messages import aligned
+from ..messages import aligned, plural
 from .finding import NOTE, OK, PROBLEM, Finding, show_ranks
 
 Of = Mapping[int, Mapping[str, Any]]
@@ -65,7 +65,7 @@ def _missing(facts: Of, size: int, unheard: str) -> Iterator[Finding]:
         remedy = f"look at what {shown} wrote, and at its host: was it started, does it hang, does it reach rank 0?"
         yield Finding(PROBLEM, "ranks", f"{shown} of {size} {verb}{f': {unheard}' if unheard else ''}", remedy)
     else:
-        yield Finding(OK, "ranks", f"all {size} answer, on {_count(len(hosts_of(facts)), 'host')}")
+        yield Finding(OK, "ranks", f"all {size} answer, on {plural(len(hosts_of(facts)), 'host')}")
 
 
 def _installations(facts: Of, hosts: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
@@ -80,7 +80,7 @@ def _installations(facts: Of, hosts: Mapping[str, Sequence[int]]) -> Iterator[Fi
                 ranks_with.setdefault(one, []).append(rank)
             told.update((one.level, one.check) for one in new)
     if not any(one.level == PROBLEM for one in ranks_with):
-        yield Finding(OK, "installations", f"no problem on {_count(len(hosts), 'host')}")
+        yield Finding(OK, "installations", f"no problem on {plural(len(hosts), 'host')}")
     for one, those in ranks_with.items():
         is_everywhere = all(any(rank in ranks for rank in those) for ranks in hosts.values())
         yield replace(one, ranks=() if is_everywhere else tuple(those))
@@ -204,7 +204,7 @@ def _links(trials: Of, hosts: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
 
 def _compared(links: Sequence[Mapping[str, Any]], where: str) -> Finding:
     rates = {f"rank {one['from']} to {one['to']}": rate for one in links if (rate := _rate(one)) is not None}
-    text = f"{_count(len(links), 'link')} {where}: {_span((one['latency_s'] for one in links), 1e3, 'ms')}"
+    text = f"{plural(len(links), 'link')} {where}: {_span((one['latency_s'] for one in links), 1e3, 'ms')}"
     if not rates:
         return Finding(OK, "links", f"{text}, bandwidth too high to tell")
     text += f", {_span(rates.values(), 1e-6, 'MB/s')}"
@@ -272,7 +272,3 @@ def _span(values: Iterable[float], scale: float, unit: str) -> str:
     scaled = sorted(value * scale for value in values)
     low, high = f"{scaled[0]:.3g}", f"{scaled[-1]:.3g}"
     return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

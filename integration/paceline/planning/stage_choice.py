@@ -13,6 +13,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
+from ..messages import plural
 from .best_schedule import with_best_schedule, with_two_chunks
 from .cluster import Cluster
 from .strategy import NEAR, Dropped, Plan, plan_of
@@ -35,7 +36,7 @@ class Stages(NamedTuple):
     def text(self) -> str:
         """``"2 stages"``, ``"2 stages of 2 chunks"``."""
         chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
-        return f"{self.num_stages} stage{'s' * (self.num_stages > 1)}{chunks}"
+        return f"{plural(self.num_stages, 'stage')}{chunks}"
 
 
 class Option(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from ..json_values import read_text
-from ..messages import aligned, reason
+from ..messages import aligned, plural, reason
 
 logger = logging.getLogger("paceline")
 
@@ -219,7 +219,7 @@ def _span(summary: Mapping[str, Any]) -> str:
     first = summary.get("resumed_from_step")
     if first == summary["steps"]:
         return f"all {first} steps were done before"
-    return f"steps {first + 1} to {summary['steps']}" if first else f"{summary['steps']} steps"
+    return f"steps {first + 1} to {summary['steps']}" if first else plural(summary["steps"], "step")
 
 
 def _si(value: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ..messages import plural
 from . import drawing, page_figures
 from .comparison import format_duration, format_figure
 from .expert_loads import Window
@@ -44,7 +45,7 @@ def render(
     return template().render(
         report=report,
         figures=page_figures,
-        plural=page_figures.plural,
+        plural=plural,
         traces={trace.step: trace for trace in traces},
         loads=loads or {},
         title=_title(report["run"]),
@@ -82,8 +83,9 @@ def _title(run: Mapping[str, Any]) -> str:
     what = run["model_type"] or run["name"]
     if run["parameters"]:
         what += f", {page_figures.count(run['parameters'])} parameters"
-    of_planned = f" of {run['planned_steps']:,}" if run["state"] != "finished" and run["planned_steps"] else ""
-    return f"{what}: {run['steps']:,}{of_planned} steps"
+    if run["state"] != "finished" and run["planned_steps"]:
+        return f"{what}: {run['steps']:,} of {plural(run['planned_steps'], 'step')}"
+    return f"{what}: {plural(run['steps'], 'step')}"
 
 
 def _facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:

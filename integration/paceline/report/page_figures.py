@@ -8,6 +8,7 @@ from itertools import pairwise, takewhile
 from statistics import median
 from typing import Any, NamedTuple
 
+from ..messages import plural
 from . import expert_heat_map, timeline_picture
 from .comparison import format_duration, time_unit
 from .expert_loads import Window
@@ -56,10 +57,6 @@ def _scaled(value: float, letters: str) -> str:
 def percent(share: float) -> str:
     """``+12.5 %``, with its sign; a true minus."""
     return f"{100 * share:+.1f} %".replace("-", MINUS)
-
-
-def plural(number: int, one: str, many: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def both(before: float, after: float) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from ..messages import plural
+
 
 @dataclass(frozen=True)
 class Running:
@@ -32,7 +34,7 @@ class Running:
         if len(self.partition) > 2:
             parts.append("|".join(str(end - start) for start, end in pairwise(self.partition)))
         if self.moves:
-            parts.append(f"{self.moves} move{'s' if self.moves > 1 else ''}")
+            parts.append(plural(self.moves, "move"))
         return " · ".join(parts)
 
 
