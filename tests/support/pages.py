@@ -57,6 +57,8 @@ def check_page(text: str) -> Page:
     page = Page(text)
     assert all(value.startswith(("#", "data:image/png;base64,")) for _, value in page.references)
     assert not {"script", "link", "iframe", "object", "embed", "img", "base", "form"} & set(page.tags)
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(set(ids)) == len(ids), "two pictures have one id"
     assert not any(name.startswith("on") for name, _ in page.attributes)
     styles = "".join(re.findall(r"<style>(.*?)</style>", text, re.DOTALL))
     styles += "".join(value for name, value in page.attributes if name == "style")

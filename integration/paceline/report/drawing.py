@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
@@ -33,7 +33,6 @@ _KEYS = ("fill", "stroke")
 _DARK_PAPER = f"@media screen and (prefers-color-scheme:dark){{svg{{background:{_DARK[PAPER]}}}}}"
 _DPI = 150
 _RC: Any = {
-    "svg.hashsalt": "paceline",
     "svg.fonttype": "none",
     "font.size": 9,
     "font.sans-serif": ["DejaVu Sans"],
@@ -88,7 +87,7 @@ def inline(make: Callable[[], Figure], label: str) -> str:
     Args:
         label: what it shows, for those who do not see it.
     """
-    text = _svg(make)
+    text = _svg(make, label)  # ids of its own, of all pictures of the page
     text = text[text.index("<svg") :]
     used = set(re.findall(r"#([\w.-]+)", text))
     text = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", text)
@@ -97,8 +96,8 @@ def inline(make: Callable[[], Figure], label: str) -> str:
     return re.sub(r'^<svg( xmlns:xlink="[^"]+")? width="[^"]+" height="[^"]+"', opened, text)
 
 
-def _svg(make: Callable[[], Figure]) -> str:
-    with _settings():
+def _svg(make: Callable[[], Figure], salt: str = "paceline") -> str:
+    with _settings({"svg.hashsalt": salt}):
         file = io.StringIO()
         nothing: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         make().savefig(file, format="svg", dpi=_DPI, metadata=nothing, transparent=True)
@@ -106,11 +105,11 @@ def _svg(make: Callable[[], Figure]) -> str:
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def _settings(more: Mapping[str, str] | None = None) -> Iterator[None]:
     """Our settings for the time of a picture: a user's would change what fits."""
     import matplotlib
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_RC)
+        matplotlib.rcParams.update(_RC | dict(more or {}))
         yield
