@@ -334,7 +334,7 @@ def _is_foreign(file: Path) -> bool:
 
 def _refuse_others(path: Path) -> None:
     """Raises CheckpointError for what is not a checkpoint of paceline at all."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # Path's own fails for a name that is too long
         raise CheckpointError(f"{path} is no checkpoint: there is no such directory")
     if (path / MANIFEST).exists():
         return

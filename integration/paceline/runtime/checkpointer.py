@@ -7,6 +7,7 @@ either ZeRO stage.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -164,7 +165,7 @@ class Checkpointer:
             raise ValueError("save_latest is False: `latest` always names the last complete checkpoint; leave it out.")
         tag = str(tag if tag is not None else f"global_step{self._counters.global_steps}")
         # As it is now: what is written in the background is to lie there whatever the working directory is by then.
-        save_dir = Path(save_dir).absolute()
+        save_dir = _folder(save_dir, "save_dir").absolute()
         with expecting_all("saving a checkpoint", self._control.rank):
             asked = self._control.gather((str(save_dir), tag))
         if len(set(asked)) > 1:
@@ -297,7 +298,7 @@ class Checkpointer:
             ValueError: on every rank: it is a checkpoint of another model.
         """
         self.finish()
-        path = self._found(Path(load_dir), None if tag is None else str(tag))
+        path = self._found(_folder(load_dir, "load_dir"), None if tag is None else str(tag))
         if path is None:
             return None, {}
         with self._control.together(f"opening {path}"):
@@ -391,6 +392,14 @@ class Checkpointer:
                     has_groups="groups" in parts,
                 )
             )
+
+
+def _folder(given: str | Path, what: str) -> Path:
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(
+            f"{what} is {given!r}: it must be a folder; give its name, the same on all ranks."
+        )
+    return Path(given)
 
 
 @contextmanager

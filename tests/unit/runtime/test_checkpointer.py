@@ -344,7 +344,17 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
     job.control.others = []
     with pytest.raises(ValueError, match=r"client_state.*pathlib"):
         job.checkpointer.save(tmp_path, "a", {"path": tmp_path})
+    for call, name in ((job.checkpointer.save, "save_dir"), (job.checkpointer.load, "load_dir")):
+        with pytest.raises(TypeError, match=f"{name} is None: it must be a folder; give its name"):
+            call(None)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tag", ["x" * 300, "no\0name", "other"])
+def test_a_tag_that_cannot_be_is_none_of_a_checkpoint(tag: str, saved: tuple[Path, Job]) -> None:
+    root, _ = saved
+    with pytest.raises(CheckpointError, match=r"is no checkpoint: there is no such directory\. The last complete one"):
+        Job().checkpointer.load(root, tag)
 
 
 def test_a_relative_folder_is_the_one_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
