@@ -59,7 +59,7 @@ def build_pipeline(
     """
     dtype = dtype_of(resolved.ds_config)
     if isinstance(model, nn.Module) and not control.rank:
-        _tell_of_wider_weights(model, dtype)
+        _tell_of_another_dtype(model, dtype)
     first = first_partition(
         hf_config,
         resolved,
@@ -91,14 +91,15 @@ def build_pipeline(
     return pipeline
 
 
-def _tell_of_wider_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Say that a model in half precision trains in fp32: DeepSpeed itself would train it as it is."""
-    half = next((p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)), dtype)
-    if dtype == torch.float32 and half != dtype:
+def _tell_of_another_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Say that a model in half or in double precision trains in fp32: DeepSpeed itself would train it as it is."""
+    others = torch.bfloat16, torch.float16, torch.float64
+    own = next((p.dtype for p in model.parameters() if p.dtype in others), dtype)
+    if dtype == torch.float32 and own != dtype:
         logger.warning(
             "the model has weights in %s, and is trained and written in float32, since the JSON asks for neither bf16 "
             'nor fp16: write "bf16": {"enabled": true} to train in bf16 (bf16=True of TrainingArguments)',
-            str(half).removeprefix("torch."),
+            str(own).removeprefix("torch."),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.runtime.builder import _tell_of_wider_weights, largest_stages
+from paceline.runtime.builder import _tell_of_another_dtype, largest_stages
 
 LAYERS = [2.0] * 6
 
@@ -29,14 +29,15 @@ def test_no_work_is_no_reason() -> None:
     ("has", "trains_in", "is_told"),
     [
         (torch.bfloat16, torch.float32, True),
+        (torch.float64, torch.float32, True),
         (torch.bfloat16, torch.bfloat16, False),
         (torch.float32, torch.float32, False),
         (torch.float32, torch.bfloat16, False),
     ],
 )
-def test_a_model_in_half_precision_that_trains_in_fp32_is_told_of(
+def test_a_model_in_another_precision_that_trains_in_fp32_is_told_of(
     has: torch.dtype, trains_in: torch.dtype, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _tell_of_wider_weights(torch.nn.Linear(2, 2, dtype=has), trains_in)
-    told = ["the model has weights in bfloat16, and is trained and written in float32"] if is_told else []
+    _tell_of_another_dtype(torch.nn.Linear(2, 2, dtype=has), trains_in)
+    told = [f"the model has weights in {str(has)[6:]}, and is trained and written in float32"] if is_told else []
     assert [record.getMessage().partition(", since")[0] for record in caplog.records] == told
