@@ -184,6 +184,7 @@ def _check_config(args: argparse.Namespace) -> int:
     from paceline.config import check_ds_config, open_autos, read_ds_config
     from paceline.config.for_ranks import resolve_for_ranks
     from paceline.config.stage_counts import FEWEST_THAT_GO, STAGES, may_be_planned
+    from paceline.measure.profile_file import Profile
 
     if (args.world_size is None) != (args.num_layers is None):
         raise ValueError("--world-size and --num-layers belong together: give both, or neither.")
@@ -193,6 +194,12 @@ def _check_config(args: argparse.Namespace) -> int:
         lambda line: print(f"paceline: warning: {line}", file=sys.stderr),
         is_pipeline=None if args.world_size is None else True,
     )
+    partition = section.pipeline.partition
+    if partition is not None and partition.profile is not None:
+        try:
+            Profile.load(partition.profile)
+        except ValueError as error:  # which may lie elsewhere where the job runs
+            print(f"paceline: warning: paceline.pipeline.partition.profile: {error}", file=sys.stderr)
     shown: dict[str, Any] = {"paceline": section.model_dump(mode="json")}
     shown["auto"] = open_autos(config)
     if args.world_size is not None:

@@ -132,6 +132,13 @@ def test_check_config_takes_stages_that_go_with_the_batch_as_a_run_does(ds_json,
     assert "train_batch_size" in capsys.readouterr().err
 
 
+def test_check_config_looks_at_the_profile(ds_json, capsys):
+    path = ds_json({"paceline": {"pipeline": {"partition": {"method": "hetero", "profile": "none.json"}}}})
+    assert main(["check-config", path]) == 0  # it may be there where the job runs
+    told = "paceline: warning: paceline.pipeline.partition.profile: profile none.json: "
+    assert capsys.readouterr().err.startswith(told)
+
+
 def test_check_config_as_text(ds_json, capsys):
     path = ds_json({"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     assert main(["check-config", path]) == 0
