@@ -818,6 +818,22 @@ def test_methods_that_would_never_be_called_are_refused(name: str) -> None:
     assert refused_methods(fine, PipelineTraining) == ""
 
 
+def test_a_rank_that_ends_alone_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others train on, and the watch tells what this one waits for."""
+    from paceline.runtime.trainer import PacelineTrainer
+    from paceline.supervise.watch import WATCH
+
+    def barrier() -> None:
+        raise RuntimeError(WATCH.operation)
+
+    monkeypatch.setattr(torch.distributed, "barrier", barrier)
+    alone = PacelineTrainer.__new__(PacelineTrainer)
+    vars(alone)["is_pipeline"] = True
+    with pytest.raises(RuntimeError, match=r"ending the training \(set control\.should_training_stop on all"):
+        alone._finalize_training()
+    WATCH.idle()
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [

@@ -396,9 +396,7 @@ class Checkpointer:
 
 def _folder(given: str | Path, what: str) -> Path:
     if not isinstance(given, str | os.PathLike):
-        raise TypeError(
-            f"{what} is {given!r}: it must be a folder; give its name, the same on all ranks."
-        )
+        raise TypeError(f"{what} is {given!r}: it must be a folder; give its name, the same on all ranks.")
     return Path(given)
 
 

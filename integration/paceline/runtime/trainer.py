@@ -45,7 +45,7 @@ from ..patches.transformers_trainer import OVERRIDES
 from ..report.metrics import table
 from ..report.run_records import tokens_so_far
 from ..supervise.output_lock import claimed
-from ..supervise.watch import WATCH
+from ..supervise.watch import EVERYONE, WATCH
 from .builder import build_pipeline
 from .initialize import TIMEOUT_S, initialize, start_distributed
 from .micro_batches import FILLER, count_label_tokens
@@ -415,6 +415,9 @@ class PipelineTraining(_Trainer):
     def _finalize_training(self, *args: Any) -> Any:
         self._epoch = None  # the loader's workers end with it
         if self.is_pipeline:
+            ends = "ending the training (set control.should_training_stop on all ranks, after the same step)"
+            with WATCH.waiting(ends, EVERYONE):  # a callback may have stopped this rank alone
+                dist.barrier()
             self._settle_losses(self._tr_loss)
         finish = getattr(self.model_wrapped, "finish_averaging", None)
         if finish is not None:
