@@ -579,9 +579,12 @@ def test_an_order_that_is_drawn_in_each_epoch(tmp_path: Path) -> None:
 def test_a_run_that_is_asked_to_stop_saves_after_the_same_step_on_all_ranks(
     in_two_stages: Trained, tmp_path: Path
 ) -> None:
-    """With transformers' ``enable_jit_checkpoint``: the weights of the step that the trainer's state is of."""
+    """With transformers' ``enable_jit_checkpoint``: the weights of the step that the trainer's state is of.
+
+    An evaluation that is due does not come first.
+    """
     halves, (whole, (wanted, _)) = tmp_path / "halves", in_two_stages
-    changes = {"enable_jit_checkpoint": True, "save_strategy": "no", "logging_steps": 4}
+    changes = {"enable_jit_checkpoint": True, "save_strategy": "no", "logging_steps": 4, "eval_steps": 2}
     for rank in run_ranks(train, 2, str(halves), pipeline(2), changes=changes, asked_at=1):
         assert rank["seen"][:3] == ["step 1", "step 2", "saved"]
     assert [path.name for path in halves.glob("checkpoint-*")] == ["checkpoint-2"]

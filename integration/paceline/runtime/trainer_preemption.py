@@ -24,10 +24,12 @@ class SavesWhenAsked(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Save, and end the training, if that was asked for."""
+        """Save at once, and end the training, if that was asked for."""
         if self._is_stopping():
             current().reached()
             control.should_save = control.should_training_stop = True
+            # It would come first, while the time runs out, and with save_strategy="best" decide whether to save.
+            control.should_evaluate = False
 
 
 def take_over(trainer: Trainer, is_stopping: Callable[[], bool]) -> None:
