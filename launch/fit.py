@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.launch.profile import DTYPES
 from paceline.measure.tokens import MOST_TOKENS, tokens_of_sample
-from paceline.messages import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -392,9 +391,9 @@ def _spans(row: dict[str, Any]) -> str:
 def _text(shown: dict[str, Any]) -> str:
     width = max(9, *(len(_spans(row)) for row in shown["memory"]))
     lines = [
-        f"{plural(shown['stages'], 'stage')} x {shown['data_parallel']} data parallel, ZeRO {shown['zero']}, "
-        f"{shown['schedule']}, {plural(shown['micro_batches'], 'micro-batch', 'micro-batches')} of "
-        f"{shown['micro_batch_size']} x {shown['sequence_length']} tokens; GiB:",
+        f"{shown['stages']} stages x {shown['data_parallel']} data parallel, ZeRO {shown['zero']}, "
+        f"{shown['schedule']}, {shown['micro_batches']} micro-batches of {shown['micro_batch_size']} x "
+        f"{shown['sequence_length']} tokens; GiB:",
         f"{'stage':>5} {'items':>{width}} {'live':>5}" + "".join(f" {name:>11}" for name in (*PARTS, "total", "limit")),
     ]
     if any(shown["recomputed"]) and not shown["gradient_checkpointing"]:

@@ -18,7 +18,6 @@ from paceline.launch.simulated_schedules import (
     schedule_of,
     streams_to_compare,
 )
-from paceline.messages import plural
 
 if TYPE_CHECKING:
     from paceline.schedules.costs import Costs
@@ -392,8 +391,7 @@ def _mismatch(stream: Stream) -> list[int]:
 
 
 def _text(facts: dict[str, Any]) -> str:
-    size = f"{plural(facts['stages'], 'stage')}, {plural(facts['micro_batches'], 'micro-batch', 'micro-batches')}"
-    lines = [f"{facts['schedule'] or 'schedule'}: {size}"]
+    lines = [f"{facts['schedule'] or 'schedule'}: {facts['stages']} stages, {facts['micro_batches']} micro-batches"]
     step, bubble = f"step:          {facts['makespan_s']:.6g} s", f"{facts['bubble_fraction']:.1%} bubble"
     if "mean_s" in facts:
         step += f" ({facts['mean_s']:.6g} s in the mean over messages, p90 {facts['p90_s']:.6g} s)"

@@ -416,7 +416,8 @@ class PipelineTraining(_Trainer):
         self._epoch = None  # the loader's workers end with it
         if self.is_pipeline:
             ends = "ending the training (set control.should_training_stop on all ranks, after the same step)"
-            with WATCH.waiting(ends, EVERYONE):  # a callback may have stopped this rank alone
+            # A callback may have stopped this rank alone; over the control plane the others agree on their next step.
+            with WATCH.waiting(ends, EVERYONE):
                 dist.barrier()
             self._settle_losses(self._tr_loss)
         finish = getattr(self.model_wrapped, "finish_averaging", None)
