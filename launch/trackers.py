@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, TrainerControl, TrainerState, TrainingArguments
+from transformers import PretrainedConfig, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from paceline.hf.weights import skeleton
+from paceline.messages import reason
+
+logger = logging.getLogger("paceline")
 
 _RENAMED = {"perplexity": "eval_perplexity"}
 
@@ -42,7 +46,8 @@ class Trackers:
         self._flags = _Flags(flags)
         self._state = TrainerState(max_steps=steps, is_world_process_zero=True, is_local_process_zero=True)
         self._model = skeleton(config) if self._callbacks else None
-        self._call("on_train_begin")
+        for callback in self._callbacks:
+            self._call(callback, "on_train_begin")
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Tell the numbers of one line of ``metrics.jsonl``, at its step."""
@@ -53,17 +58,26 @@ class Trackers:
         }
         self._state.global_step = record["step"]
         self._state.epoch = record.get("epoch") or self._state.epoch
-        self._call("on_log", logs=numbers)
+        self._tell("on_log", logs=numbers)
 
     def close(self) -> None:
         """End the run; a second time nothing."""
-        self._call("on_train_end")
+        self._tell("on_train_end")
         self._callbacks = []
 
-    def _call(self, event: str, **more: Any) -> None:
-        for callback in self._callbacks:
-            handler: Callable[..., Any] = getattr(callback, event)
-            handler(self._flags, self._state, TrainerControl(), model=self._model, **more)
+    def _tell(self, event: str, **more: Any) -> None:
+        """Tell all of ``event``. One that cannot be written ends with a warning: the run matters more."""
+        for callback in tuple(self._callbacks):
+            try:
+                self._call(callback, event, **more)
+            except OSError as error:
+                name = type(callback).__name__
+                logger.warning("%s (--report_to) ends at step %d: %s", name, self._state.global_step, reason(error))
+                self._callbacks.remove(callback)
+
+    def _call(self, callback: TrainerCallback, event: str, **more: Any) -> None:
+        handler: Callable[..., Any] = getattr(callback, event)
+        handler(self._flags, self._state, TrainerControl(), model=self._model, **more)
 
 
 class _Flags:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import sys
 from datetime import timedelta
@@ -76,6 +77,23 @@ def test_stock_pipeline_module_is_clipped_by_the_whole_norm() -> None:
     assert min(norms) > 0.1
     assert ranks[0]["losses"] == pytest.approx(losses, rel=1e-6)
     assert ranks[0]["norms"] == ranks[1]["norms"] == pytest.approx(norms, rel=1e-6)
+
+
+def outlives_a_monitor(folder: str) -> list[bool]:
+    import paceline
+
+    monitor = {"enabled": True, "output_path": folder, "job_name": "run"}
+    engine, *_ = paceline.initialize(model=model_config(), config=ds_config(1, csv_monitor=monitor))
+    is_there = []
+    for step in range(2):
+        engine.train_batch(iter(step_batches(step)))
+        is_there.append(Path(folder, "run").exists())
+        shutil.rmtree(folder, ignore_errors=True)
+    return is_there
+
+
+def test_a_monitor_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
+    assert run_ranks(outlives_a_monitor, 1, str(tmp_path / "monitor")) == [[True, False]]
 
 
 def plain_module() -> str:

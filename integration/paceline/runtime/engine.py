@@ -47,6 +47,7 @@ from .meter import Meter
 from .migration import Migration
 from .model_support import Cut, ModelSupport, PlainSupport
 from .module import CausalLMPipeline
+from .monitors import OutlivedMonitors
 from .natural_gradient_part import agreed_limits, heads_of
 from .optimizer_setup import basic_optimizer
 from .pipeline_tuning import pipeline_controller
@@ -112,6 +113,7 @@ class PacelineEngine(PipelineEngine):
 
     optimizer: ShardedOptimizer
     data_iterator: Any
+    monitor: OutlivedMonitors
     transport_order: str | None = None
     """``"free"`` or ``"paired"``; None: what suits the backend."""
 
@@ -137,6 +139,7 @@ class PacelineEngine(PipelineEngine):
         # DeepSpeed's start sends along the devices, whichever stages they have.
         self._ends = 0, model.num_stages - 1
         super().__init__(*args, **kwargs)
+        self.monitor = OutlivedMonitors(self.monitor)
         self._ends = self.support.routes[0][0], self.support.routes[0][-1]
         # Slices of activations instead of whole ones, with tensor parallelism: an option that changes no number.
         self.is_pipe_partitioned = self.is_grad_partitioned = False

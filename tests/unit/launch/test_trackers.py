@@ -59,6 +59,27 @@ def test_callbacks_are_told_numbers_at_their_steps(monkeypatch: pytest.MonkeyPat
     assert end == "end"
 
 
+def test_one_that_cannot_be_written_ends_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class WithoutRoom(Recorder):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if state.global_step == 4:
+                raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", WithoutRoom)
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "mlflow", Recorder)
+    monkeypatch.setattr(Recorder, "told", [])
+    trackers = Trackers(["tensorboard", "mlflow"], flags(tmp_path), CONFIG, 6)
+    for line in LINES:
+        trackers.log(line)
+    trackers.close()
+    (record,) = caplog.records
+    assert record.getMessage() == "WithoutRoom (--report_to) ends at step 4: [Errno 28] No space left on device"
+    assert [told[0] for told in Recorder.told[2:4]] == [2, 4]
+    assert Recorder.told[4:] == ["end"]
+
+
 def test_islands_that_share_a_folder_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """TensorBoard takes what is in one folder for one run."""
 
