@@ -490,6 +490,54 @@ def test_families() -> None:
                     torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6, msg=f"{key}: {name}")
 
 
+def breaks_off(root: str) -> list[list[str]]:
+    """What an engine says after values were on their way, and after masters and states were, beside a step."""
+    from paceline.moe import moving
+    from paceline.state import exchange_beside
+
+    found = []
+    for module in (moving, exchange_beside):
+        engine = make(Case(zero=1), 1, 2, moe={"rebalance_every": 0})
+        steps(engine, 0, 1)
+        sends, module.carry_out = module.carry_out, no_route
+        found.append(errors_of_moving(engine, root))
+        module.carry_out = sends
+        engine.destroy()
+    return found
+
+
+def no_route(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no route to host")
+
+
+def errors_of_moving(engine: Any, root: str) -> list[str]:
+    import paceline
+
+    messages = []
+    for call in (
+        lambda: [engine.place_experts(shuffled(engine)), steps(engine, 1, 1)],
+        lambda: steps(engine, 1, 1),
+        lambda: engine.save_checkpoint(root),
+        lambda: paceline.export(engine.module, f"{root}/model", engine.control),
+    ):
+        try:
+            call()
+            messages.append("nothing")
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_an_engine_whose_experts_are_between_ranks_does_not_go_on(tmp_path: Path) -> None:
+    """Nor does it write what is left of its model over what was written before."""
+    for found in run_ranks(breaks_off, 2, str(tmp_path)):
+        for first, *others in found:
+            assert first == "no route to host"
+            for message in others:
+                assert re.search(r"left half-way \(.*no route to host\).*load the last checkpoint", message)
+    assert list(tmp_path.iterdir()) == []
+
+
 def refused() -> list[str]:
     """What is said of configs that do not fit, on this rank."""
     import paceline

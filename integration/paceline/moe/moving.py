@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +36,12 @@ from .experts_ahead import BesideSteps, Change, ExpertsAhead
 from .layer import ExpertLayer
 from .wrapper_states import StatePart, States, states_of
 
-__all__ = ["Moved", "StatePart", "States", "move_experts", "states_of"]
+HalfWay = Callable[[str], AbstractContextManager[object]]
+"""Around what must not end in the middle, given what that is."""
+
+MOVING = "experts were being moved"
+
+__all__ = ["HalfWay", "Moved", "StatePart", "States", "move_experts", "states_of"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ def move_experts(
     *,
     beside: BesideSteps | None = None,
     ahead: ExpertsAhead | None = None,
+    half_way: HalfWay = nullcontext,
     progress: Callable[[], None] = lambda: None,
 ) -> Moved:
     """Bring every owned expert to the slot that its layer's new placement gives it, with all that belongs to it.
@@ -78,6 +84,7 @@ def move_experts(
             for all there are.
         beside: brings masters and states later; None: they come with the values.
         ahead: has brought values already, for these very changes; only with ``beside``.
+        half_way: holds what must not end in the middle, given what that is.
         progress: called after each transfer that training waits for.
 
     Raises:
@@ -101,18 +108,19 @@ def move_experts(
             rounds = list(_rounds(plans, rank, lambda part: part.kind == VALUE))
             later = list(_rounds(plans, rank, lambda part: part.kind != VALUE))
         transfer_begun = time.perf_counter()
-        if ahead is not None:
-            ahead.arrive()
-        carry_out(rounds, device, group=group, in_place=True, progress=progress)
-        if ahead is not None:
-            ahead.put()
-        for plan in plans:
-            if beside is None:
-                plan.make_values(rank)
-                plan.empty_slots(lambda kind: True)
-            else:
-                plan.empty_slots(lambda kind: kind == VALUE)
-        get_accelerator().synchronize()
+        with half_way(MOVING):
+            if ahead is not None:
+                ahead.arrive()
+            carry_out(rounds, device, group=group, in_place=True, progress=progress)
+            if ahead is not None:
+                ahead.put()
+            for plan in plans:
+                if beside is None:
+                    plan.make_values(rank)
+                    plan.empty_slots(lambda kind: True)
+                else:
+                    plan.empty_slots(lambda kind: kind == VALUE)
+            get_accelerator().synchronize()
         now = time.perf_counter()
         # The end of the slowest is the end of all.
         ends, paused_ends = _volume([*rounds, *later], rank), _volume(rounds, rank)
@@ -122,15 +130,15 @@ def move_experts(
         told = _gather((max(ends), max(paused_ends), now - transfer_begun, now - begun), group)
         if beside is not None:
             exchange = ExchangeBeside(later, device, beside.group, in_place=True)
-            beside.expect(partial(_arrive, exchange, plans))
+            beside.expect(partial(_arrive, exchange, plans, half_way))
             exchange.start()  # not sooner: what ranks agree on would wait behind it
     return Moved(*map(max, zip(*told, strict=True)))
 
 
-def _arrive(exchange: ExchangeBeside, plans: Sequence[_Plan]) -> None:
+def _arrive(exchange: ExchangeBeside, plans: Sequence[_Plan], half_way: HalfWay) -> None:
     """Wait for masters and states, which somebody is about to look at."""
     doing = "moving states of experts"
-    with _naming_lost_peers(), WATCH.waiting(doing, EVERYONE):
+    with _naming_lost_peers(), half_way(MOVING), WATCH.waiting(doing, EVERYONE):
         exchange.wait(progress=partial(WATCH.doing, doing, EVERYONE))
         for plan in plans:
             plan.empty_slots(lambda kind: kind != VALUE)

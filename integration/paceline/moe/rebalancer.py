@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -39,7 +39,7 @@ from ..planning.switching import Decision, SwitchRule
 from .experts_ahead import LEAST_BYTES, BesideSteps, ExpertsAhead, most_bytes
 from .layer import EVEN, ExpertLayer
 from .load_measurements import LoadMeasurements, Window
-from .moving import StatePart, move_experts
+from .moving import HalfWay, StatePart, move_experts
 from .stage_agreement import Stages
 
 logger = logging.getLogger("paceline")
@@ -103,6 +103,7 @@ class Rebalancer:
         decided: what was decided, for :attr:`decisions`.
         stages: of the pipeline, if these layers are of one stage of several.
         beside: what can move beside steps; None: all moves while training stands still.
+        half_way: holds moves, which must not end in the middle.
     """
 
     def __init__(
@@ -115,8 +116,10 @@ class Rebalancer:
         *,
         stages: Stages | None = None,
         beside: BesideSteps | None = None,
+        half_way: HalfWay = nullcontext,
     ) -> None:
-        self.loads, self.stages, self._decided, self._beside = loads, stages, decided, beside
+        self.loads, self.stages, self._decided = loads, stages, decided
+        self._beside, self._half_way = beside, half_way
         self.layers, self.states, self.group = loads.layers, states, group
         self.num_replicas = config.replicas
         self.evens_out = config.splitting != EVEN
@@ -382,7 +385,7 @@ class Rebalancer:
         )
         before = {number: self.layers[number].placement for number in placements}
         ahead, self._ahead = self._ahead, None
-        done = move_experts(changes, self.states, self.group, beside=self._beside, ahead=ahead)
+        done = move_experts(changes, self.states, self.group, beside=self._beside, ahead=ahead, half_way=self._half_way)
         for number, placement in placements.items():
             self.layers[number].take_on(placement, None if loads is None else loads[number])
         seconds = time.perf_counter() - begun

@@ -352,6 +352,7 @@ def make_experts(engine: PacelineEngine) -> Experts:
         decided=engine.decisions,
         settle=settle,
         beside=lambda: _beside_steps(engine, group()),
+        half_way=partial(engine.half_way.during, takes_apart=True),
     )
 
 

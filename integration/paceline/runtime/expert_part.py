@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..moe.experts_ahead import BesideSteps
 from ..moe.hf_experts import HFExpertLayer
 from ..moe.layer import EVEN, ExpertLayer, LayerState
 from ..moe.load_measurements import LoadMeasurements
+from ..moe.moving import HalfWay
 from ..moe.rebalancer import Rebalancer
 from ..moe.stage_agreement import StageAgreement, Stages
 from ..optim.buckets import Domain
@@ -104,6 +106,7 @@ def expert_controller(
     stages: Stages | None = None,
     settle: Callable[[bool], None] = lambda switches: None,
     beside: BesideSteps | None = None,
+    half_way: HalfWay = nullcontext,
 ) -> tuple[Rebalancer, Controller]:
     """Make the actuator of experts' placement and its controller; it counts steps of the optimizer.
 
@@ -115,11 +118,11 @@ def expert_controller(
         decided: gets the decisions.
         stages: of the pipeline, if these layers are of one stage of several.
         settle: see :class:`Controller`.
-        beside: see :class:`Rebalancer`.
+        beside, half_way: see :class:`Rebalancer`.
     """
     file = None if section.loads_file is None else Path(section.loads_file)
     loads = LoadMeasurements(layers, states, group, device, file)
-    rebalancer = Rebalancer(loads, states, group, section, decided, stages=stages, beside=beside)
+    rebalancer = Rebalancer(loads, states, group, section, decided, stages=stages, beside=beside, half_way=half_way)
     agreement = StageAgreement(group, device, stages)
     return rebalancer, Controller(loads, {rebalancer: interval_of(section)}, agreement, decided, settle)
 
@@ -159,6 +162,7 @@ class Experts:
         decided: gets the decisions about experts.
         settle: see :class:`Controller`.
         beside: says what can move beside steps; None: nothing. Collective.
+        half_way: holds moves, which must not end in the middle.
 
     Attributes:
         rebalancer: moves the experts of this stage, if it has any; None: experts stay.
@@ -182,6 +186,7 @@ class Experts:
         decided: DecisionLog,
         settle: Callable[[bool], None] = lambda switches: None,
         beside: Callable[[], BesideSteps | None] = lambda: None,
+        half_way: HalfWay = nullcontext,
     ) -> None:
         self.layers, self._control = shared.layers, control
         self.rebalancer: Rebalancer | None = None
@@ -202,7 +207,7 @@ class Experts:
             self._begin(layer, name)
         if section is not None:
             layers = list(self.layers.values())
-            parts = (layers, states(), group(), device, section, decided, stages, settle, beside())
+            parts = (layers, states(), group(), device, section, decided, stages, settle, beside(), half_way)
             self.rebalancer, self.controller = expert_controller(*parts)
 
     def after_step(self) -> None:
