@@ -410,7 +410,7 @@ def test_who_catches_an_error_of_all_ranks_may_take_any_time() -> None:
     assert run_ranks(operations_after_refusals, 2) == [[""] * 3] * 2
 
 
-def saves_on_rank_0_first(folder: str) -> list[tuple[str, str]]:
+def calls_on_rank_0_first(folder: str) -> list[tuple[str, str]]:
     """Warnings, and what the watch knows when they come. Rank 1 comes after them."""
     import logging
 
@@ -429,26 +429,28 @@ def saves_on_rank_0_first(folder: str) -> list[tuple[str, str]]:
 
     expected.logger.addFilter(note)
     expected.logger.setLevel(logging.WARNING)
-    for number, save in enumerate(
+    for number, call in enumerate(
         (
             lambda: paceline.export(engine.module, f"{folder}/model", engine.control),
             lambda: engine.save_checkpoint(f"{folder}/checkpoints"),
+            lambda: engine.repartition(engine.module.parts),
+            lambda: engine.place_experts({}),
         ),
         1,
     ):
         expected.REMIND_AFTER_S = 0.1
         while engine.global_rank == 1 and not Path(folder, f"told {number}").exists():
             time.sleep(0.02)
-        save()
+        call()
         expected.REMIND_AFTER_S = 1000.0
-        save()
+        call()
     return found
 
 
-def test_saving_on_rank_0_alone_is_told(tmp_path: Path) -> None:
+def test_a_call_on_rank_0_alone_is_told(tmp_path: Path) -> None:
     """The others do not come: a warning says what to do, and the watch knows what is waited for."""
-    found, elsewhere = run_ranks(saves_on_rank_0_first, 2, str(tmp_path))
-    calls = ["saving the model", "saving a checkpoint"]
+    found, elsewhere = run_ranks(calls_on_rank_0_first, 2, str(tmp_path))
+    calls = ["saving the model", "saving a checkpoint", "moving layers", "placing experts"]
     advice = "has waited 0.1 s for other ranks: call it on all ranks, not on rank 0 alone."
     assert found == [(call, f"{call} {advice}") for call in calls]
     assert elsewhere == []

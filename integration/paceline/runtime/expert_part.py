@@ -29,6 +29,7 @@ from ..planning.experts import Placement
 from ..planning.rebalance import Uneven
 from ..planning.tuning import DecisionLog, TuningInterval
 from ..state.named import is_spread
+from ..supervise.expected import expecting_all
 from .controller import Controller
 from .expert_groups import ExpertGroups
 
@@ -281,7 +282,7 @@ class Experts:
     def _checked(self, placements: Mapping[str, Placement]) -> dict[str, Placement]:
         """Those of layers that are here; raises ValueError on all ranks where one cannot be."""
         movable = {} if self.rebalancer is None else self.layers
-        with self._control.together("placing experts"):
+        with expecting_all("placing experts", self._control.rank), self._control.together("placing experts"):
             for name in placements.keys() & movable.keys():
                 movable[name].check(placements[name])
         told = self._control.gather(({name: placements.get(name) for name in movable}, set(placements)))

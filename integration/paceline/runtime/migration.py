@@ -38,6 +38,7 @@ from ..state.exchange import Move, Transfer, carry_out, in_rounds, plan_moves, s
 from ..state.exchange_beside import ExchangeBeside
 from ..state.named import VALUE, is_spread, link_full_access, unlink_full_access
 from ..state.rank_states import NOT_RESTORED
+from ..supervise.expected import expecting_all
 from ..supervise.watch import EVERYONE, WATCH
 from .layers_ahead import LEAST_BYTES, LayersAhead, ahead_bytes
 from .migration_check import Change, MoveCheck, shown
@@ -170,7 +171,8 @@ class Migrator:
         Raises:
             ValueError: on every rank: boundaries that do not fit, or not the same on all ranks.
         """
-        asked = self._control.gather(list(parts))
+        with expecting_all("moving layers", self._seat.rank):
+            asked = self._control.gather(list(parts))
         new: list[int] = []
         with self._control.together("checking a partition"):
             if any(others != asked[0] for others in asked):

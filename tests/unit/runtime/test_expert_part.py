@@ -64,6 +64,8 @@ class Layer(nn.Module):
 class Control:
     """This rank and another one, which has the layers ``others`` and asks for these placements of them."""
 
+    rank = 0
+
     def __init__(self, others: Mapping[str, Placement | None] | None = None) -> None:
         self.others = others or {}
 
