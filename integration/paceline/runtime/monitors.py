@@ -5,19 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from deepspeed.monitor.monitor import Monitor, MonitorMaster
+from deepspeed.monitor.monitor import MonitorMaster
 
 from ..messages import reason
 
 logger = logging.getLogger("paceline")
-
-SECTIONS = {
-    "tb_monitor": "tensorboard",
-    "wandb_monitor": "wandb",
-    "csv_monitor": "csv_monitor",
-    "comet_monitor": "comet",
-}
-"""Monitors of DeepSpeed, by attribute, and their sections of the JSON."""
 
 
 class OutlivedMonitors(MonitorMaster):
@@ -28,11 +20,11 @@ class OutlivedMonitors(MonitorMaster):
 
     def write_events(self, event_list: Sequence[tuple[str, float, int]]) -> None:
         """Write ``(name, value, samples so far)``."""
-        for name, section in SECTIONS.items():
-            one: Monitor | None = getattr(self, name)
+        for name, one in tuple(vars(self).items()):
+            if not name.endswith("_monitor") or one is None:
+                continue
             try:
-                if one is not None:
-                    one.write_events(event_list)
+                one.write_events(event_list)
             except OSError as error:
-                logger.warning("%s ends before sample %d: %s", section, event_list[0][2], reason(error))
+                logger.warning("%s ends before sample %d: %s", type(one).__name__, event_list[0][2], reason(error))
                 setattr(self, name, None)
