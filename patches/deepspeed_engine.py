@@ -125,7 +125,8 @@ def scale_without_zero(optimizer: object) -> float:
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-    return float(optimizer.loss_scale) if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)) else 1.0
+    scale = optimizer.loss_scale if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)) else None
+    return 1.0 if scale is None else float(scale)  # bf16 without ZeRO has FP16_Optimizer too, and there None
 
 
 def backward(original: Callable[..., Any]) -> Callable[..., Any]:

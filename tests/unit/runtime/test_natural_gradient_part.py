@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
@@ -160,7 +161,8 @@ def test_limits_know_the_head_of_any_rank() -> None:
 
 
 def test_the_loss_scale_is_what_deepspeed_multiplies_by() -> None:
-    """Of fp16 without ZeRO it is what the optimizer says once DeepSpeed is repaired; fp16 autocast has a scaler."""
+    """Of fp16 without ZeRO it is what the optimizer says once DeepSpeed is repaired; fp16 autocast has a scaler. With
+    FusedAdam, which it takes on GPUs, bf16 without ZeRO has the same wrapper, and that says None."""
 
     class Optimizer(ZeROOptimizer):
         torch_autocast_gradscaler: Any = None
@@ -179,5 +181,11 @@ def test_the_loss_scale_is_what_deepspeed_multiplies_by() -> None:
     without_zero = FP16_UnfusedOptimizer.__new__(FP16_UnfusedOptimizer)
     without_zero.loss_scale_config = LossScaleConfig(torch.float16, False, 1024.0, None)
     assert scale(without_zero, custom_loss_scaler=False) == 1.0
+    fused = FP16_Optimizer.__new__(FP16_Optimizer)
+    fused.loss_scale_config = LossScaleConfig(torch.float16, False, 512.0, None)
+    of_bf16 = FP16_Optimizer.__new__(FP16_Optimizer)
+    of_bf16.loss_scale_config = LossScaleConfig(torch.bfloat16, False, 1.0, None)
     with repair_deepspeed("loss-scale"):
         assert scale(without_zero) == 1024.0
+        assert scale(fused, custom_loss_scaler=False) == 512.0
+        assert scale(of_bf16) == 1.0
