@@ -22,7 +22,7 @@ from ..optim.owned_rows import Owned
 from ..optim.sharded import ShardedOptimizer
 from ..optim.zero_partitions import masters_of, num_real
 from ..state.exchange import Held, Move, Transfer, Wanted, carry_out, in_rounds, plan_moves, stretch
-from ..state.named import MASTER, Numberings, is_copy, tied_weights
+from ..state.named import MASTER, Numberings, is_copy, state_of, tied_weights
 
 STATES = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "FusedAdam", "DeepSpeedCPUAdam"), ("exp_avg", "exp_avg_sq")),
@@ -244,7 +244,7 @@ class PipelineMasters(Masters):
 
     def _bias(self, owned: Owned, kind: str) -> float:
         optimizer, master = self._optimizer, owned.master
-        return 1.0 if kind == MASTER else _bias(kind, optimizer.state.get(master, {}), _group_of(optimizer, master))
+        return 1.0 if kind == MASTER else _bias(kind, state_of(optimizer, master), _group_of(optimizer, master))
 
     def _rows(self, owned: Owned, start: int, stop: int, tensor: Tensor, bias: float) -> Iterator[Share]:
         """Rows ``start`` to ``stop - 1`` of the parameter, of which ``tensor`` has those that are owned."""
@@ -334,7 +334,7 @@ class PlainMasters(Masters):
                 values: Tensor | None = state.get(kind)
                 if values is not None and values.shape != segment.shape:
                     values = values.view(-1)[first : first + segment.numel()].view(segment.shape)
-                return values, _bias(kind, state, _group_of(self._basic, flat))
+                return values, _bias(kind, state_of(self._basic, flat), _group_of(self._basic, flat))
         return None, 1.0
 
     def publish(self) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint import Piece
+from ..config.optimizers import class_name
 from ..optim.corrections import NUM_UPDATES
 from ..optim.owned_rows import Owned
 from ..optim.sharded import ShardedOptimizer
@@ -217,13 +218,28 @@ def is_spread(tensor: Tensor) -> bool:
     return bool(getattr(tensor, SPREAD, False))
 
 
+def state_of(optimizer: Any, master: Tensor) -> Mapping[str, Any]:
+    """State of a master, with the steps that its update counts: DeepSpeed's FusedAdam has those of a whole group in the
+    state of one of its parameters, and 0, or fewer, in the others'.
+
+    Args:
+        optimizer: of torch or DeepSpeed, or a :class:`ShardedOptimizer` around it.
+    """
+    state: dict[str, Any] = optimizer.state.get(master, {})
+    if class_name(getattr(optimizer, "optimizer", optimizer)) != "FusedAdam" or "step" not in state:
+        return state
+    groups = (group["params"] for group in optimizer.param_groups)
+    together = next((group for group in groups if any(each is master for each in group)), [master])
+    return {**state, "step": max(optimizer.state.get(each, {}).get("step", 0) for each in together)}
+
+
 def parts_of(optimizer: ShardedOptimizer, owned: Owned) -> dict[str, Tensor]:
     """Master and optimizer states of ``owned``, by kind.
 
     Raises:
         ValueError: a state is neither a tensor nor a number nor None.
     """
-    state = optimizer.state.get(owned.master, {})
+    state = state_of(optimizer, owned.master)
     parts = {kind: _as_tensor(kind, value) for kind, value in state.items()}
     return {MASTER: owned.master.detach(), **parts}
 

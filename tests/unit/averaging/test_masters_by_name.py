@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.ops.adam import FusedAdam
 from torch import nn
 
 from paceline.averaging.masters_by_name import PipelineMasters, PlainMasters
@@ -82,6 +83,20 @@ def test_moments_of_islands_that_differ_in_steps_are_averaged_without_their_bias
         for (masters, state), steps in zip(islands, (50, 3), strict=True):
             masters.scatter(["a"], [mean], kind=kind)
             assert state[kind].tolist() == pytest.approx([value * (1 - beta**steps)] * 3)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_bias_of_fused_adams_moments_is_that_of_its_groups_steps() -> None:
+    """It counts them in the state of the last parameter."""
+    control: Any = SimpleNamespace(rank=0, gather=lambda value: [value], world=None)
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("a", "b")})
+    basic = FusedAdam.__new__(FusedAdam)  # without its kernels
+    torch.optim.Optimizer.__init__(basic, list(module.parameters()), {"lr": 0.1, "betas": (0.9, 0.999)})
+    for parameter, step in zip(module.parameters(), (0, 3), strict=True):
+        basic.state[parameter] = {"step": step, "exp_avg": torch.full((2,), 1 - 0.9**3)}
+    found = PlainMasters(control, module, basic, basic).gather(["a", "b"], "exp_avg")
+    assert found is not None
+    assert torch.cat(found).tolist() == pytest.approx([1.0] * 4)
 
 
 def test_weights_whose_memory_is_in_another_order_take_averages_too() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.ops.adam import FusedAdam
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -89,6 +90,19 @@ def test_parameters_without_elements_need_not_be_saved(empty: tuple[int, int]) -
     optimizer.step()
     place(stage, optimizer, saved)
     assert torch.equal(stage.weight, value)
+
+
+def test_steps_that_fused_adam_counts_for_a_group_go_with_each_parameter() -> None:
+    """It has them in the state of the last one, which may not go where another goes."""
+    stage: Any = nn.Module()
+    stage.num_stages, stage.first, stage.last = 1, nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    basic = FusedAdam.__new__(FusedAdam)  # without its kernels
+    torch.optim.Optimizer.__init__(basic, [stage.first, stage.last], {"lr": 1e-3})
+    optimizer = ShardedOptimizer(basic, {stage.first: "first", stage.last: "last"})
+    for owned, step in zip(optimizer.owned, (0, 3), strict=True):
+        optimizer.state[owned.master] = {"step": step, "exp_avg": torch.zeros_like(owned.master)}
+    found = {piece.name: piece.tensor.item() for piece in pieces(stage, optimizer, replica=0) if piece.kind == "step"}
+    assert found == {"first": 3, "last": 3}
 
 
 @pytest.mark.parametrize("is_migrated", [False, True])
