@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ..config.section import SECTION
 from ..state.exchange import cover
-from ..state.named import MASTER, VALUE
+from ..state.named import MASTER, VALUE, home_of
 from .moving import states_of
 
 PLACEMENTS, SIZES = "experts", "sizes"
@@ -233,10 +233,14 @@ def _of_plain(
 def _make_states(optimizer: Any, masters: Sequence[Sequence[Tensor]], base: Mapping[str, Any]) -> None:
     """Make states like those saved, to be filled, for each master. What is not per element is as it was."""
     for options, group in zip(base["param_groups"], masters, strict=True):
-        saved = base["state"].get(options["params"][0], {})
+        states = (base["state"].get(number, {}) for number in options["params"])
+        # The one with most steps: DeepSpeed's FusedAdam counts those of a group at one of its parameters.
+        saved: dict[str, Any] = max(states, key=lambda state: float(state.get("step") or 0), default={})
         for master in group:
             optimizer.state[master] = {
-                kind: torch.zeros_like(master) if _is_per_element(value) else _copy(value)
+                kind: torch.zeros_like(master)
+                if _is_per_element(value)
+                else _copy(value, home_of(kind, options, master.device))
                 for kind, value in saved.items()
             }
 
@@ -245,8 +249,8 @@ def _is_per_element(value: Any) -> bool:
     return torch.is_tensor(value) and value.dim() > 0
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if torch.is_tensor(value) else value
+def _copy(value: Any, device: torch.device) -> Any:
+    return value.to(device, copy=True) if torch.is_tensor(value) else value
 
 
 def _fill(tensor: Tensor, start: int, kind: str, fragments: Sequence[Fragment], name: str) -> None:

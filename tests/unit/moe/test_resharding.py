@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from paceline.moe.resharding import Fragment, Spread, _fill
+from paceline.moe.resharding import Fragment, Spread, _fill, _make_states
 
 NATIVE = "layers.3.deepspeed_moe.experts.deepspeed_experts.{}.0.weight"
 EXPERTS = {"mlp": 8, "layers.3": 6}
@@ -49,3 +52,24 @@ def test_elements_come_from_whichever_fragments_have_them() -> None:
         _fill(found, 10, "m", fragments, "w")
     with pytest.raises(ValueError, match=r"has 0 of 6 elements of v of w"):
         _fill(found, 0, "v", fragments, "w")
+
+
+@pytest.mark.parametrize(("fused", "home"), [(True, "meta"), (None, "cpu")])
+def test_counts_of_steps_lie_where_the_optimizer_has_them(fused: bool | None, home: str) -> None:
+    """Those of torch's fused kernels on the GPU, for which the device "meta" stands; files are read on the host."""
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}
+    base = {"param_groups": [{"params": [0], "fused": fused}], "state": {0: state}}
+    optimizer: Any = SimpleNamespace(state={})
+    master = torch.ones(5, device="meta")
+    _make_states(optimizer, [[master]], base)
+    assert optimizer.state[master]["step"].device.type == home
+    assert (optimizer.state[master]["exp_avg"].device.type, len(optimizer.state[master]["exp_avg"])) == ("meta", 5)
+
+
+def test_steps_that_are_counted_at_one_parameter_count_for_its_group() -> None:
+    """DeepSpeed's FusedAdam counts those of a group in the state of its last parameter."""
+    base = {"param_groups": [{"params": [0, 1]}], "state": {0: {"step": 0}, 1: {"step": 3}}}
+    optimizer: Any = SimpleNamespace(state={})
+    masters = [torch.ones(2), torch.ones(2)]
+    _make_states(optimizer, [masters], base)
+    assert [optimizer.state[master] for master in masters] == [{"step": 3}, {"step": 3}]
