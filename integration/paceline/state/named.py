@@ -218,19 +218,19 @@ def is_spread(tensor: Tensor) -> bool:
     return bool(getattr(tensor, SPREAD, False))
 
 
-def state_of(optimizer: Any, master: Tensor) -> Mapping[str, Any]:
-    """State of a master, with the steps that its update counts: DeepSpeed's FusedAdam has those of a whole group in the
-    state of one of its parameters, and 0, or fewer, in the others'.
+def state_of(optimizer: Any, master: Tensor) -> dict[str, Any]:
+    """State of a master. DeepSpeed's FusedAdam counts the steps of a whole group in the state of one of its parameters,
+    which may go where others do not: that count is written into this state, too.
 
     Args:
         optimizer: of torch or DeepSpeed, or a :class:`ShardedOptimizer` around it.
     """
     state: dict[str, Any] = optimizer.state.get(master, {})
-    if class_name(getattr(optimizer, "optimizer", optimizer)) != "FusedAdam" or "step" not in state:
-        return state
-    groups = (group["params"] for group in optimizer.param_groups)
-    together = next((group for group in groups if any(each is master for each in group)), [master])
-    return {**state, "step": max(optimizer.state.get(each, {}).get("step", 0) for each in together)}
+    if class_name(getattr(optimizer, "optimizer", optimizer)) == "FusedAdam" and "step" in state:
+        groups = (group["params"] for group in optimizer.param_groups)
+        together = next((group for group in groups if any(each is master for each in group)), [master])
+        state["step"] = max(optimizer.state.get(each, {}).get("step", 0) for each in together)
+    return state
 
 
 def parts_of(optimizer: ShardedOptimizer, owned: Owned) -> dict[str, Tensor]:

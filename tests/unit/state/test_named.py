@@ -93,7 +93,7 @@ def test_parameters_without_elements_need_not_be_saved(empty: tuple[int, int]) -
 
 
 def test_steps_that_fused_adam_counts_for_a_group_go_with_each_parameter() -> None:
-    """It has them in the state of the last one, which may not go where another goes."""
+    """It has them in the state of the last one, which may go alone, or stay alone."""
     stage: Any = nn.Module()
     stage.num_stages, stage.first, stage.last = 1, nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     basic = FusedAdam.__new__(FusedAdam)  # without its kernels
@@ -103,6 +103,7 @@ def test_steps_that_fused_adam_counts_for_a_group_go_with_each_parameter() -> No
         optimizer.state[owned.master] = {"step": step, "exp_avg": torch.zeros_like(owned.master)}
     found = {piece.name: piece.tensor.item() for piece in pieces(stage, optimizer, replica=0) if piece.kind == "step"}
     assert found == {"first": 3, "last": 3}
+    assert [optimizer.state[owned.master]["step"] for owned in optimizer.owned] == [3, 3]
 
 
 @pytest.mark.parametrize("is_migrated", [False, True])
