@@ -491,7 +491,7 @@ def test_families() -> None:
 
 
 def breaks_off(root: str) -> list[list[str]]:
-    """What an engine says after values were on their way, and after masters and states were, beside a step."""
+    """Errors of an engine after values were on their way, and after masters and states were, beside a step."""
     from paceline.moe import moving
     from paceline.state import exchange_beside
 
