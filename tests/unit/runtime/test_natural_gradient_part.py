@@ -161,8 +161,8 @@ def test_limits_know_the_head_of_any_rank() -> None:
 
 
 def test_the_loss_scale_is_what_deepspeed_multiplies_by() -> None:
-    """In fp16 without ZeRO the optimizer says it once DeepSpeed is repaired; fp16 autocast has a scaler. With FusedAdam,
-    which DeepSpeed takes on GPUs, bf16 without ZeRO has the same wrapper, and that says None."""
+    """In fp16 without ZeRO the optimizer says it, once DeepSpeed is repaired; fp16 autocast has a scaler. FusedAdam,
+    which DeepSpeed takes on GPUs, has the same wrapper in bf16 without ZeRO, and that says None."""
 
     class Optimizer(ZeROOptimizer):
         torch_autocast_gradscaler: Any = None
