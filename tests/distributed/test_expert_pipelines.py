@@ -13,6 +13,7 @@ import torch
 
 from paceline.checkpoint import Checkpoint
 from paceline.launch.cli import main
+from support.errors import runtime_errors
 from support.expert_pipelines import (
     DEEPSEEK,
     Case,
@@ -513,19 +514,14 @@ def no_route(*_: Any, **__: Any) -> None:
 def errors_of_moving(engine: Any, root: str) -> list[str]:
     import paceline
 
-    messages = []
-    for call in (
-        lambda: [engine.place_experts(shuffled(engine)), steps(engine, 1, 1)],
-        lambda: steps(engine, 1, 1),
-        lambda: engine.save_checkpoint(root),
-        lambda: paceline.export(engine.module, f"{root}/model", engine.control),
-    ):
-        try:
-            call()
-            messages.append("nothing")
-        except RuntimeError as error:
-            messages.append(str(error))
-    return messages
+    return runtime_errors(
+        (
+            lambda: [engine.place_experts(shuffled(engine)), steps(engine, 1, 1)],
+            lambda: steps(engine, 1, 1),
+            lambda: engine.save_checkpoint(root),
+            lambda: paceline.export(engine.module, f"{root}/model", engine.control),
+        )
+    )
 
 
 def test_an_engine_whose_experts_are_between_ranks_does_not_go_on(tmp_path: Path) -> None:

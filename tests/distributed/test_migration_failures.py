@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from support.accidents import Running, accident, limit_from_here_on
+from support.errors import runtime_errors
 from support.jobs import ds_config, model_config, step_batches
 from support.ranks import PATIENCE_S, run_ranks
 
@@ -235,21 +236,16 @@ def fails_half_way(root: str) -> list[str]:
         raise RuntimeError("no route to host")
 
     migration.carry_out = breaks
-    messages = []
-    for call in (
-        lambda: engine.repartition([0, 2, ITEMS]),
-        lambda: engine.repartition([0, 2, ITEMS]),
-        lambda: engine.train_batch(lm_batches(engine, 1)),
-        lambda: engine.evaluate(lm_batches(engine, 1)),
-        lambda: engine.save_checkpoint(root),
-        lambda: paceline.export(engine.module, f"{root}/model", engine.control),
-    ):
-        try:
-            call()
-            messages.append("nothing")
-        except RuntimeError as error:
-            messages.append(str(error))
-    return messages
+    return runtime_errors(
+        (
+            lambda: engine.repartition([0, 2, ITEMS]),
+            lambda: engine.repartition([0, 2, ITEMS]),
+            lambda: engine.train_batch(lm_batches(engine, 1)),
+            lambda: engine.evaluate(lm_batches(engine, 1)),
+            lambda: engine.save_checkpoint(root),
+            lambda: paceline.export(engine.module, f"{root}/model", engine.control),
+        )
+    )
 
 
 def test_an_engine_that_failed_half_way_does_not_go_on(tmp_path: Path) -> None:
