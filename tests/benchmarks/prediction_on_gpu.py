@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 class Case(NamedTuple):
-    """A model by its config, the samples of a step, and how many layers are recomputed."""
+    """A model by its config, the samples of a step, and whether its layers are recomputed."""
 
     model_type: str
     config: dict[str, Any]
@@ -83,11 +83,12 @@ CASES = {
     "tiny": Case("llama", TINY, 64),
     "tiny-recomputed": Case("llama", TINY, 64, is_recomputed=True),
 }
-ONE_RANK = {
+ENVIRONMENT = {
     **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29821",
+    "PACELINE_RECOMPUTE_EARLY": "0",  # or layers are kept as far as they have room, and little is recomputed
 }
 
 
@@ -151,7 +152,7 @@ def _flags(between: str, **values: Any) -> list[str]:
 
 
 def _told(*arguments: str) -> str:
-    env = {**os.environ, **ONE_RANK}
+    env = {**os.environ, **ENVIRONMENT}
     return subprocess.run([sys.executable, *arguments], check=True, capture_output=True, text=True, env=env).stdout
 
 
