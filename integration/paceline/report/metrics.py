@@ -127,7 +127,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         if is_whole:
-            draft.unlink(missing_ok=True)
+            with suppress(OSError):  # of the draft; what counts is told of the file
+                draft.unlink()
 
 
 def events(record: Mapping[str, Any], samples: int, prefix: str = "Paceline") -> list[tuple[str, float, int]]:

@@ -63,6 +63,13 @@ def test_what_a_link_names_is_written(tmp_path: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["file"]
 
 
+def test_the_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "below", tmp_path / "none" / "below"):
+        with pytest.raises(OSError, match=f"'{path}'$"):
+            write_whole(path, "content")
+
+
 def test_a_pipe_takes_what_is_written() -> None:
     """As ``/dev/stdout`` does."""
     ends = os.pipe()
