@@ -36,12 +36,12 @@ from .experts_ahead import BesideSteps, Change, ExpertsAhead
 from .layer import ExpertLayer
 from .wrapper_states import StatePart, States, states_of
 
-HalfWay = Callable[[str], AbstractContextManager[object]]
+Guard = Callable[[str], AbstractContextManager[object]]
 """Around what must not end in the middle, given what that is."""
 
 MOVING = "experts were being moved"
 
-__all__ = ["HalfWay", "Moved", "StatePart", "States", "move_experts", "states_of"]
+__all__ = ["Guard", "Moved", "StatePart", "States", "move_experts", "states_of"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def move_experts(
     *,
     beside: BesideSteps | None = None,
     ahead: ExpertsAhead | None = None,
-    half_way: HalfWay = nullcontext,
+    half_way: Guard = nullcontext,
     progress: Callable[[], None] = lambda: None,
 ) -> Moved:
     """Bring every owned expert to the slot that its layer's new placement gives it, with all that belongs to it.
@@ -135,7 +135,7 @@ def move_experts(
     return Moved(*map(max, zip(*told, strict=True)))
 
 
-def _arrive(exchange: ExchangeBeside, plans: Sequence[_Plan], half_way: HalfWay) -> None:
+def _arrive(exchange: ExchangeBeside, plans: Sequence[_Plan], half_way: Guard) -> None:
     """Wait for masters and states, which somebody is about to look at."""
     doing = "moving states of experts"
     with _naming_lost_peers(), half_way(MOVING), WATCH.waiting(doing, EVERYONE):

@@ -39,7 +39,7 @@ from ..planning.switching import Decision, SwitchRule
 from .experts_ahead import LEAST_BYTES, BesideSteps, ExpertsAhead, most_bytes
 from .layer import EVEN, ExpertLayer
 from .load_measurements import LoadMeasurements, Window
-from .moving import HalfWay, StatePart, move_experts
+from .moving import Guard, StatePart, move_experts
 from .stage_agreement import Stages
 
 logger = logging.getLogger("paceline")
@@ -116,7 +116,7 @@ class Rebalancer:
         *,
         stages: Stages | None = None,
         beside: BesideSteps | None = None,
-        half_way: HalfWay = nullcontext,
+        half_way: Guard = nullcontext,
     ) -> None:
         self.loads, self.stages, self._decided = loads, stages, decided
         self._beside, self._half_way = beside, half_way

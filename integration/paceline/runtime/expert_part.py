@@ -21,7 +21,7 @@ from ..moe.experts_ahead import BesideSteps
 from ..moe.hf_experts import HFExpertLayer
 from ..moe.layer import EVEN, ExpertLayer, LayerState
 from ..moe.load_measurements import LoadMeasurements
-from ..moe.moving import HalfWay
+from ..moe.moving import Guard
 from ..moe.rebalancer import Rebalancer
 from ..moe.stage_agreement import StageAgreement, Stages
 from ..optim.buckets import Domain
@@ -107,7 +107,7 @@ def expert_controller(
     stages: Stages | None = None,
     settle: Callable[[bool], None] = lambda switches: None,
     beside: BesideSteps | None = None,
-    half_way: HalfWay = nullcontext,
+    half_way: Guard = nullcontext,
 ) -> tuple[Rebalancer, Controller]:
     """Make the actuator of experts' placement and its controller; it counts steps of the optimizer.
 
@@ -187,7 +187,7 @@ class Experts:
         decided: DecisionLog,
         settle: Callable[[bool], None] = lambda switches: None,
         beside: Callable[[], BesideSteps | None] = lambda: None,
-        half_way: HalfWay = nullcontext,
+        half_way: Guard = nullcontext,
     ) -> None:
         self.layers, self._control = shared.layers, control
         self.rebalancer: Rebalancer | None = None
