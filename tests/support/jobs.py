@@ -22,6 +22,8 @@ def model_config(family: str = "llama", **changes: Any) -> Any:
 
     sizes = {
         "llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+        "qwen3": {"num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 8},
+        "olmo2": {"num_key_value_heads": 2},
         "gpt_neox": {},
         "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_inner": 64},
         "mixtral": {
@@ -99,7 +101,8 @@ def train(
     """Runs on every rank: losses, norms and an evaluation of a pipeline; ``keys`` are more of ``"pipeline"``."""
     import paceline
 
-    replicas = int(os.environ["WORLD_SIZE"]) // stages
+    slices = (more or {}).get("tensor_parallel", {}).get("autotp_size", 1)
+    replicas = int(os.environ["WORLD_SIZE"]) // stages // slices
     config = ds_config(
         gradient_accumulation_steps=MICRO_BATCHES // replicas,
         gradient_clipping=clipping,

@@ -202,8 +202,22 @@ def test_boundaries_tell_the_stages():
             'zero_optimization.stage is "two": it must be 0, 1, 2 or 3; write one of them.',
         ),
         (
-            {"tensor_parallel": {"autotp_size": 2}},
-            "tensor_parallel.autotp_size is 2: this version has no pipelines with it; leave it out.",
+            {"tensor_parallel": {"autotp_size": 3}},
+            "tensor_parallel.autotp_size is 3: it must divide the 4 ranks; choose a divisor, or start other ranks.",
+        ),
+        (
+            {"tensor_parallel": {"autotp_size": "two"}},
+            'tensor_parallel.autotp_size is "two": it must be a whole number of at least 1.',
+        ),
+        (
+            stages(2) | {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
+            "expert_parallel.autoep_size is 2: it must divide the 1 replicas of each stage (ranks / stages); choose a "
+            "divisor, or other stages.",
+        ),
+        (
+            stages(4) | {"tensor_parallel": {"autotp_size": 2}},
+            "paceline.pipeline.stages is 4 and there are 2 ranks: stages must divide the ranks; write one of [1, 2], "
+            "or start another number of ranks.",
         ),
         (
             stages(2) | {"expert_parallel": {"enabled": True, "autoep_size": 3}},
@@ -277,8 +291,15 @@ def test_fewer_layers_than_the_stages_of_a_rank(asked):
 
 
 def test_one_stage_is_a_pipeline_too():
-    with pytest.raises(ValueError, match="autotp_size is 2: this version has no pipelines with it"):
-        resolved(stages(1) | {"tensor_parallel": {"autotp_size": 2}})
+    with pytest.raises(ValueError, match="sequence_parallel_size is 2: this version has no pipelines with it"):
+        resolved(stages(1) | {"sequence_parallel_size": 2})
+
+
+def test_slices_of_layers_take_ranks_from_the_replicas():
+    plan = resolved(stages(2) | {"tensor_parallel": {"autotp_size": 2}})
+    assert (plan.stages, plan.tensor_parallel, plan.data_parallel) == (2, 2, 1)
+    assert "tensor_parallel" not in plan.ds_config, "DeepSpeed would cut the layers itself"
+    assert resolved(stages(2) | {"tensor_parallel": {"autotp_size": 0}}).data_parallel == 2
 
 
 SIZES = st.one_of(st.none(), st.integers(1, 48))

@@ -84,8 +84,12 @@ EFFECTS: dict[str, Effect] = {
     **_warned("the number of replicas is that of the ranks divided by the stages", "data_parallel_size"),
     **_warned("pipelines have no sequence parallelism", "seq_parallel_communication_data_type"),
     **_warned("expert_parallel.autoep_size says which ranks share experts", "use_data_before_expert_parallelism"),
-    **_warned("pipelines have no tensor parallelism", "tensor_parallel"),
-    **_refused("tensor_parallel.autotp_size"),
+    **_honoured("tensor_parallel", "tensor_parallel.autotp_size"),
+    **_warned(
+        "layers are sliced as transformers' plan for the model says",
+        *("tensor_parallel.partition_config", "tensor_parallel.preset_model", "tensor_parallel.injection_policy_tuple"),
+        *("tensor_parallel.tensor_parallel", "tensor_parallel.tp_overlap_comm"),
+    ),
     # ZeRO.
     **_honoured("zero_optimization", "zero_optimization.stage", "zero_optimization.reduce_bucket_size"),
     **_honoured("zero_optimization.overlap_comm"),

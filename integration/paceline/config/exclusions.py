@@ -29,6 +29,7 @@ HEAD = "head_slices"
 COMPILED = "compile"
 ROUTER_LOSS = "a router's loss"
 RECOMPUTED = "activation checkpointing of a model with experts"
+SLICED = "tensor parallelism in a pipeline"
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,14 @@ class Features:
         section: its ``"paceline"`` section.
         is_pipeline: whether stages run it, or DeepSpeed's own engine.
         expert_parallel: ranks that share the experts of a stage.
+        tensor_parallel: ranks that have slices of a stage's layers, where it has been taken out of ``config``.
     """
 
     config: Mapping[str, Any]
     section: PacelineConfig
     is_pipeline: bool = True
     expert_parallel: int = 1
+    tensor_parallel: int = 1
 
     def written(self, feature: str) -> str | None:
         """How a feature is written here, ``"key is value"``; None: it is not asked for."""
@@ -166,6 +169,14 @@ def _spread_experts(features: Features) -> str | None:
     return f"expert_parallel.autoep_size is {size}" if size > 1 else None
 
 
+def _sliced_layers(features: Features) -> str | None:
+    if not features.is_pipeline:
+        return None
+    if features.tensor_parallel > 1:
+        return f"tensor_parallel.autotp_size is {features.tensor_parallel}"
+    return _key("tensor_parallel.autotp_size", _is_many)(features)
+
+
 def _limits(features: Features) -> str | None:
     if features.section.limits is None:
         return None
@@ -176,7 +187,7 @@ def _limits(features: Features) -> str | None:
 _BF16 = _first(_key("bf16.enabled"), _key("bfloat16.enabled"))
 _UNTESTED = (
     *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", "fp16.fp16_master_weights_and_grads"),
-    *("hybrid_engine.enabled", "sequence_parallel_size", "tensor_parallel.autotp_size"),
+    *("hybrid_engine.enabled", "sequence_parallel_size"),
     "zero_optimization.cpu_offload",
 )
 _OFFLOADS = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
@@ -215,6 +226,7 @@ FEATURES: dict[str, _Finder] = {
     **{path: _key(path, _is_many) for path in _UNTESTED},
     "ZenFlow": _key("zero_optimization.zenflow", bool),
     "tensor parallelism": _key("tensor_parallel.autotp_size", _is_many),
+    SLICED: _sliced_layers,
     "experts on several ranks without a pipeline": _plain_experts,
     "adapters": _known_later,
     ROUTER_LOSS: _known_later,
@@ -414,6 +426,30 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             ("natural_gradient", "factors of the gradients are those of a whole layer"),
             ("max_change", "changes are limited by whole layers"),
         )
+    ),
+    *(
+        Exclusion(SLICED, feature, reason, "leave one of them out", NOT_BUILT)
+        for feature, reason in (
+            (NO_FLUSH, "slices of layers were tried with steps that end in a flush only"),
+            ("expert_parallel", "experts are spread whole"),
+            (UNEQUAL, "shares were tried with whole layers only"),
+            (HALVES, "layers are cut in one way"),
+            (HEAD, "every rank of a stage has the whole head"),
+            ('"hetero"', "times and moves are known of whole layers only"),
+            ('"plan" or "fit"', "what stages take is predicted with whole layers only"),
+            (COMPILED, "what passes between slices passes in hooks"),
+            ("natural_gradient", "factors of the gradients are those of a whole layer"),
+            ("max_change", "changes are limited by whole layers"),
+            ("averaging", "islands average whole parameters"),
+            ("adapters", "adapters are trained in whole layers"),
+        )
+    ),
+    Exclusion(
+        SLICED,
+        LAYERS,
+        'one\'s own layers are sliced by themselves, over the axis "model" of the topology',
+        "leave autotp_size out",
+        MATHEMATICS,
     ),
     Exclusion(
         COMPILED,

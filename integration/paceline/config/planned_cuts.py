@@ -29,7 +29,12 @@ def slices_excluded(plan: RunPlan, number: int) -> str:
 def _excluded(plan: RunPlan, key: str, value: object) -> str:
     pipeline = plan.section.pipeline.model_copy(update={key: value})
     try:
-        check_features(plan.ds_config, plan.section.model_copy(update={"pipeline": pipeline}), plan.expert_parallel)
+        check_features(
+            plan.ds_config,
+            plan.section.model_copy(update={"pipeline": pipeline}),
+            plan.expert_parallel,
+            plan.tensor_parallel,
+        )
     except ValueError as error:
         return str(error)
     return ""

@@ -30,6 +30,7 @@ from .stage_counts import (
     schedule_type,
     stages_a_rank,
 )
+from .tensor_parallel import TENSOR_PARALLEL, resolve_tensor_parallel
 
 ZERO_STAGE = "zero_optimization.stage"
 
@@ -74,19 +75,21 @@ def resolve(
     check_objects(config)
     section = section or PacelineConfig.of(config)
 
+    # These two not for DeepSpeed, which would put layers of its own into the stages.
+    tensor_parallel = resolve_tensor_parallel(config.pop(TENSOR_PARALLEL, {}), world_size)
+    ranks = world_size // tensor_parallel
     stages, why = resolve_stages(
         section,
         config,
-        world_size=world_size,
+        world_size=ranks,
         num_layers=num_layers,
         state_bytes=state_bytes,
         device_bytes=device_bytes,
     )
     if why:
         chosen[STAGES] = Choice(stages, why)
-    # Not for DeepSpeed, which would put layers of its own into the stages.
-    expert_parallel = resolve_expert_parallel(config.pop(EXPERT_PARALLEL, {}), world_size // stages)
-    check_features(config, section, expert_parallel)
+    expert_parallel = resolve_expert_parallel(config.pop(EXPERT_PARALLEL, {}), ranks // stages)
+    check_features(config, section, expert_parallel, tensor_parallel)
 
     blocks = blocks_per_layer(section)
     check_stages(section.pipeline.recompute, stages * stages_a_rank(section), num_layers, may_share=blocks > 1)
@@ -97,7 +100,7 @@ def resolve(
         _check_boundaries(path, method, stages * stages_a_rank(section), num_items + finer, blocks, slices)
     partition, defaults = resolve_partition(section, method)
     chosen |= {key: Choice(*default) for key, default in defaults.items()}
-    data_parallel = world_size // stages
+    data_parallel = ranks // stages
     in_rounds = schedule_type(section) in (MULTIDIRECTION, INTERLEAVED)
     sizes, reasons = batch_sizes(config, stages, data_parallel, in_rounds=in_rounds)
     config.update(sizes)
@@ -128,6 +131,7 @@ def resolve(
         ds_config=config,
         chosen=chosen,
         expert_parallel=expert_parallel,
+        tensor_parallel=tensor_parallel,
     )
 
 
@@ -148,12 +152,15 @@ def _check_boundaries(
         )
 
 
-def check_features(config: Mapping[str, Any], section: PacelineConfig, expert_parallel: int = 1) -> None:
+def check_features(
+    config: Mapping[str, Any], section: PacelineConfig, expert_parallel: int = 1, tensor_parallel: int = 1
+) -> None:
     """Raise ValueError for features of a pipeline that exclude each other: one line with values, rule and remedy.
 
     Args:
         section: of ``config``.
         expert_parallel: ranks of a stage that share its experts.
+        tensor_parallel: ranks of a stage that have slices of its layers.
     """
     zero = config.get("zero_optimization", {})
     zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
@@ -162,7 +169,7 @@ def check_features(config: Mapping[str, Any], section: PacelineConfig, expert_pa
     _check_numbers(config)
     method, _ = resolve_method(section, config)
     resolve_partition(section, method, default=None)
-    check_exclusions(Features(config, section, expert_parallel=expert_parallel))
+    check_exclusions(Features(config, section, expert_parallel=expert_parallel, tensor_parallel=tensor_parallel))
 
 
 def _check_numbers(config: Mapping[str, Any]) -> None:
@@ -188,7 +195,9 @@ def check_written(config: Mapping[str, Any], section: PacelineConfig, *, is_pipe
         check_exclusions(Features(config, section, is_pipeline=False))
         return
     expert_parallel = resolve_expert_parallel(config.get(EXPERT_PARALLEL, {}), None)
-    check_features({key: value for key, value in config.items() if key != EXPERT_PARALLEL}, section, expert_parallel)
+    tensor_parallel = resolve_tensor_parallel(config.get(TENSOR_PARALLEL, {}), None)
+    left = {key: value for key, value in config.items() if key not in (EXPERT_PARALLEL, TENSOR_PARALLEL)}
+    check_features(left, section, expert_parallel, tensor_parallel)
 
 
 def check_ds_config(

@@ -41,6 +41,7 @@ class RunPlan:
         ds_config: the dict for DeepSpeed.
         chosen: by path, every value that was chosen automatically.
         expert_parallel: ranks of a stage that share its experts.
+        tensor_parallel: ranks of a stage that have slices of its layers.
         pool: other numbers of stages, where the run chose between some by measuring.
         planned: by path, what was chosen so. It goes into checkpoints: a run that goes on keeps it.
         trained: share of the parameters that is trained, as far as memory depends on it.
@@ -57,6 +58,7 @@ class RunPlan:
     ds_config: dict[str, Any]
     chosen: dict[str, Choice] = field(default_factory=dict)
     expert_parallel: int = 1
+    tensor_parallel: int = 1
     pool: StagePool | None = None
     planned: dict[str, Any] = field(default_factory=dict)
     trained: float = 1.0

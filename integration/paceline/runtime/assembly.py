@@ -169,6 +169,8 @@ def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
     schedule, device = engine.plan.schedule, torch.device(engine.device)
     if not isinstance(engine.module, CausalLMPipeline) or schedule.is_asynchronous:
         return None
+    if engine.module.tensor_parallel > 1:
+        return None  # ranks with slices of a layer compute it again together, and rooms differ
     groups, is_off = engine.module.expert_groups, not keeps_what_has_room(schedule)
     if is_off and groups.size == 1:
         return None  # of ranks that share experts each is asked: launchers may bring the variable to some only
@@ -254,7 +256,11 @@ def make_optimizer(engine: PacelineEngine, basic: torch.optim.Optimizer) -> Shar
     check_own_parameters(basic, names)
     support, mirrors = engine.support, engine.mirrors
     options = replace(
-        step_options(engine, engine.module._grid, spreads_experts=engine.shared_experts.groups.size > 1),
+        step_options(
+            engine,
+            engine.module._grid,
+            spreads_experts=engine.shared_experts.groups.size > 1 or engine.plan.tensor_parallel > 1,
+        ),
         divisor=support.gradient_divisor(averages=bool(engine.gradient_average)),
         domain=engine.shared_experts.domain(),
     )

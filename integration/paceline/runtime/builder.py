@@ -79,6 +79,7 @@ def build_pipeline(
         head_slices=resolved.head_slices,
         routes=resolved.schedule.routes(resolved.stages),
         expert_parallel=resolved.expert_parallel,
+        tensor_parallel=resolved.tensor_parallel,
         config=hf_config,
         timeout=timeout,
         peft_config=peft_config,
@@ -125,7 +126,7 @@ def _may_slice(pipeline: CausalLMPipeline, resolved: RunPlan) -> bool:
     keys = resolved.section.pipeline.model_copy(update={"head_slices": HEAD_SLICES})
     section = resolved.section.model_copy(update={"pipeline": keys})
     try:
-        check_features(resolved.ds_config, section, resolved.expert_parallel)
+        check_features(resolved.ds_config, section, resolved.expert_parallel, resolved.tensor_parallel)
         check_head(skeleton(pipeline.config), replace(pipeline.anatomy, head_slices=HEAD_SLICES))
     except ValueError:
         return False

@@ -133,6 +133,7 @@ class CausalLMLayers(Layers):
         index, half = self._place(item)
         whole = self._copied(index)
         module.spread_experts(whole)
+        module.slice_layer(whole)
         layer = whole if half is None else HalfLayer(whole, half)
         empty_tensors(layer, item, notes, next(module.parameters()).device)
         return layer

@@ -8,6 +8,7 @@ stops every rank with the same message.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,6 +35,21 @@ def shapes_in(table: Tensor) -> list[MicroBatchShape]:
     return [shape_of(row) for row in table[1:].view(-1, COLUMNS)[: int(table[0])].tolist()]
 
 
+def _print_of(table: Tensor) -> int:
+    """A number that tells the table of a step from another one."""
+    return zlib.crc32(table.numpy().tobytes())
+
+
+def _differ(prints: Sequence[int], num_slices: int) -> bool:
+    """Whether ranks with slices of the same layers have read different steps.
+
+    Args:
+        prints: of the tables of their steps, those of a replica next to each other.
+    """
+    starts = range(0, len(prints), num_slices)
+    return any(len(set(prints[start : start + num_slices])) > 1 for start in starts)
+
+
 class Read(NamedTuple):
     """A step as one rank has read it.
 
@@ -54,11 +70,15 @@ class Replicas:
     Args:
         number: of this pipeline.
         num_sharing: pipelines that share experts and so compute in step.
+        slice_number: of this rank's slices of layers.
+        num_slices: of each layer, on ranks that read the same data.
     """
 
     number: int = 0
     size: int = 1
     num_sharing: int = 1
+    slice_number: int = 0
+    num_slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -126,6 +146,11 @@ class CausalLMSteps:
         return self.readers.reads
 
     @property
+    def is_first_slice(self) -> bool:
+        """Whether this rank counts for all with slices of the same layers, which have the same losses."""
+        return self._replicas.slice_number == 0
+
+    @property
     def tokens(self) -> int:
         """Tokens of the last step, of all replicas, padding not counted."""
         return self._book.tokens
@@ -166,10 +191,20 @@ class CausalLMSteps:
         loads[self._replicas.number] = len(shapes)
         tokens = sum(shape.tokens for shape in shapes)
         num_filled = sum(shape.tokens > 0 for shape in shapes)
-        totals = [book.own_label_tokens, tokens, num_filled, int(failed), int(stopping), int(has_changed), *loads]
-        if self._replicas.size > 1:
+        counts = [book.own_label_tokens, tokens, num_filled, *loads] if self.is_first_slice else [0] * (3 + len(loads))
+        seen = [0] * (self._replicas.size * self._replicas.num_slices)
+        seen[self._replicas.number * self._replicas.num_slices + self._replicas.slice_number] = _print_of(tables[0])
+        totals = [int(failed), int(stopping), int(has_changed), *seen, *counts]
+        if len(seen) > 1:
             totals = control.sum(torch.tensor(totals) * self.readers.speaks).tolist()
-        label_tokens, tokens, num_filled, failures, stops, notices, *loads = totals
+        failures, stops, notices, *told = totals
+        seen, (label_tokens, tokens, num_filled, *loads) = told[: len(seen)], told[len(seen) :]
+        if not failures and _differ(seen, self._replicas.num_slices):
+            failures = 1
+            error = ValueError(
+                f"ranks with slices of the same layers see different data at step {step}: give all of a replica the "
+                "same iterator (same files, seed and data-parallel rank)."
+            )
         self.is_stopping, self.change_is_noticed = stops > 0, notices > 0
         if failures:
             with self.raises():

@@ -86,7 +86,13 @@ class CausalLMSupport(ModelSupport):
             device,
             readers=Readers.of(self.routes, self.module.stage_id),
             is_pipe_parallel=self.module.num_stages > 1,
-            replicas=Replicas(grid.data_parallel_id, grid.data_parallel_size, num_sharing),
+            replicas=Replicas(
+                grid.data_parallel_id,
+                grid.data_parallel_size,
+                num_sharing,
+                grid.get_slice_parallel_rank(),
+                grid.get_slice_parallel_world_size(),
+            ),
             raises=raises,
         )
 

@@ -49,5 +49,5 @@ def compile_by_call(pipeline: nn.Module, resolved: RunPlan, backend: object, arg
     section = resolved.section.model_copy(
         update={"pipeline": resolved.section.pipeline.model_copy(update={"compile": compiling})}
     )
-    check_features(resolved.ds_config, section, resolved.expert_parallel)
+    check_features(resolved.ds_config, section, resolved.expert_parallel, resolved.tensor_parallel)
     pipeline.compile(**compiling.arguments)

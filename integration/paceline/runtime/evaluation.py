@@ -69,7 +69,7 @@ class Evaluation:
         """
         sums = torch.zeros(2, dtype=torch.float64)
         for seen in self._run(batches, None):
-            if self._control.rank == self._loss_rank:
+            if self._control.rank == self._loss_rank and self._steps.is_first_slice:
                 total = torch.stack([loss for loss, _ in seen]).sum() if seen else torch.zeros(())
                 sums += torch.tensor([total.item(), self._book.own_label_tokens], dtype=torch.float64)
             if self._steps.is_stopping:

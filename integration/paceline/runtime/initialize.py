@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..config import (
     warn_near_misses,
     without_effect,
 )
-from ..config.exclusions import COMPILED, HALVES, HEAD, LAYERS, NO_FLUSH, RECOMPUTED, UNEQUAL
+from ..config.exclusions import COMPILED, HALVES, HEAD, LAYERS, NO_FLUSH, RECOMPUTED, SLICED, UNEQUAL
 from ..config.recompute_keys import PATH
 from ..config.section import HETERO, PLAN, WORK, show, value_at
 from ..config.stage_counts import PARTITION, STAGES, may_be_late, open_keys, stages_a_rank
@@ -158,7 +159,7 @@ def initialize(
             idle += [f'{key} is "{PLAN}", which has no effect: {why}.' for key in open_keys(section)]
         for line in idle if dist.get_rank() == 0 else ():
             logger.warning(line)
-        _check_schedule(model, section, plan)
+        _check_schedule(model, ds_config, section, plan)
         engine = PacelineEngine
         patches = [engine_class(with_plan(engine, plan or section, stages=model.num_stages))]
         if model_parameters is None:
@@ -188,7 +189,9 @@ def initialize(
     return tuple(results)
 
 
-def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPlan | None) -> None:
+def _check_schedule(
+    model: PipelineModule, ds_config: Mapping[str, Any], section: PacelineConfig, plan: RunPlan | None
+) -> None:
     """Raise ValueError where a pipeline that is there was not built for the schedule."""
     schedule = section.pipeline.schedule
     kind = None if schedule is None else schedule.type
@@ -203,8 +206,8 @@ def _check_schedule(model: PipelineModule, section: PacelineConfig, plan: RunPla
             key = "late_gradients is true" if is_late else f"type {show(kind)}"
             written = (f"paceline.pipeline.schedule.{key}", f"the model is a {type(model).__name__}")
             raise ValueError(exclusion(NO_FLUSH, LAYERS).message(*written))
-        for feature in (UNEQUAL, "recompute", HALVES, HEAD, COMPILED):
-            text = Features({}, section).written(feature)
+        for feature in (UNEQUAL, "recompute", HALVES, HEAD, COMPILED, SLICED):
+            text = Features(ds_config, section).written(feature)
             if text is not None:
                 raise ValueError(exclusion(feature, LAYERS).message(text, f"the model is a {type(model).__name__}"))
     elif plan is not None and model.has_experts:

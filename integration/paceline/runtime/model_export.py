@@ -23,6 +23,7 @@ from ..comm.control import ControlPlane
 from ..hf import hub_files
 from ..hf.peft import CONFIG, PREFIX, Adapters, adapter_state, save_adapter_config, write_adapters
 from ..hf.sliced_head import Rows
+from ..hf.sliced_layers import DIM, SLICE
 from ..hf.stage import CausalLMStage
 from ..supervise.expected import expecting_all
 from .module import CausalLMPipeline
@@ -101,11 +102,11 @@ def _write_model(
     max_shard_size: str | int,
 ) -> None:
     """All files of the model, into the draft."""
-    draft, writes = target / hub_files.DRAFT, pipeline._grid.data_parallel_id == 0
+    draft, writes = target / hub_files.DRAFT, pipeline._grid.data_parallel_id == 0 and pipeline.slicing.rank == 0
     with control.together(f"preparing {target}"):
         if control.rank == 0:
             hub_files.begin(target)
-    experts = whole_experts(pipeline)
+    experts, layers = whole_experts(pipeline), whole_layers(pipeline)
     heads = control.gather_at_first(_own_rows(pipeline) if writes else None) if pipeline.has_slices else []
     state: dict[str, Tensor] = {}
     files: list[list[str]] = []
@@ -114,7 +115,8 @@ def _write_model(
         if writes:
             for stage in pipeline.own_stages:
                 own = own_tensors(stage)
-                hub_format = hub_files.hub_format(stage.model, own | {n: t for n, t in experts.items() if n in own})
+                whole = {name: tensor for name, tensor in (experts | layers).items() if name in own}
+                hub_format = hub_files.hub_format(stage.model, own | whole)
                 state |= {name: tensor.contiguous() for name, tensor in hub_format.items()}
             if control.rank == 0:
                 state |= _whole(heads)
@@ -189,6 +191,22 @@ def whole_experts(pipeline: CausalLMPipeline) -> dict[str, Tensor]:
                     own = list(layer.placement.own_experts(device))
                     whole[own] = share[: len(own)].cpu()
                 found[f"{name}.{leaf}"] = whole
+    return found
+
+
+@torch.no_grad()
+def whole_layers(pipeline: CausalLMPipeline) -> dict[str, Tensor]:
+    """The stage's tensors that lie in slices on several ranks, put together, by Hugging Face's names, on the CPU of the
+    rank with the first slices. Elsewhere nothing. Collective over the ranks of each stage.
+    """
+    found: dict[str, Tensor] = {}
+    slicing = pipeline.slicing
+    for name, parameter in pipeline.named_parameters() if slicing.size > 1 else ():
+        if hasattr(parameter, SLICE):
+            slices = [torch.empty_like(parameter) for _ in range(slicing.size)] if slicing.rank == 0 else None
+            dist.gather(parameter.detach(), slices, group=slicing.group, group_dst=0)
+            if slices is not None:
+                found[pipeline.state_name(name)] = torch.cat(slices, getattr(parameter, DIM)).cpu()
     return found
 
 

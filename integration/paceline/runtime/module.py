@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.topology import (
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -23,7 +27,7 @@ from ..comm.control import ControlPlane
 from ..comm.groups import new_group
 from ..comm.transport import TIMEOUT
 from ..config import exclusion
-from ..config.exclusions import HEAD, ROUTER_LOSS
+from ..config.exclusions import HEAD, ROUTER_LOSS, SLICED
 from ..config.section import HETERO, WORK, Method, check_method
 from ..hf.anatomy import Anatomy, anatomy_of
 from ..hf.check import require_halves, require_slices
@@ -35,6 +39,7 @@ from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_
 from ..hf.quantised import check_trainable, quantisation_of
 from ..hf.router import router_loss_of
 from ..hf.sliced_head import WHOLE_HEAD, Rows, check_head, rows_of
+from ..hf.sliced_layers import KEY, PARTIAL, Slicing, check_sizes, plan_of, slice_layer
 from ..hf.stage import (
     CUT,
     CausalLMStage,
@@ -279,6 +284,9 @@ class CausalLMPipeline(PipelineModule):
             direction with a stage a device. There are at most as many stages as decoder layers, or halves of them.
         expert_parallel: ranks of a stage that share its experts; divides the number of replicas, and is at most that of
             experts. A rank has read, or drawn, its whole stage before it keeps its share of them.
+        tensor_parallel: ranks of a stage that have slices of its layers, one of each layer; divides the ranks of a
+            stage, and the heads and widths of the layers. Embedding and head are whole on each. A rank has read, or
+            drawn, its whole stage before it keeps its slices.
         timeout: how long a rank waits for the others' small messages; default that of torch.distributed.
         from_pretrained: passed to transformers (``revision``, ``token``, ``cache_dir``, ``attn_implementation``, …).
 
@@ -300,6 +308,7 @@ class CausalLMPipeline(PipelineModule):
         head_slices: int = 1,
         routes: Sequence[Sequence[int]] | None = None,
         expert_parallel: int = 1,
+        tensor_parallel: int = 1,
         config: PretrainedConfig | None = None,
         timeout: timedelta | None = None,
         peft_config: PeftConfig | None = None,
@@ -316,6 +325,7 @@ class CausalLMPipeline(PipelineModule):
             raise ValueError(
                 "peft_config cannot be applied to a model in memory: give get_peft_model's result, or the model's name."
             )
+        self.tensor_parallel = tensor_parallel
         self.control = ControlPlane.create(num_stages, timeout)
         self.routes = tuple(map(tuple, routes)) if routes else (tuple(range(num_stages)),)
         # In lists: a model in memory, and the pattern of moving layers, are not to be registered as parts of this one.
@@ -376,11 +386,19 @@ class CausalLMPipeline(PipelineModule):
                 size = f"expert_parallel.autoep_size is {expert_parallel}"
                 raise ValueError(exclusion("adapters", "expert_parallel").message(adapters, size))
             check_experts(whole, expert_parallel)
+        self._slicing_plan: dict[str, str] = {}
+        if tensor_parallel > 1:
+            self._check_slicing(whole)
         if whole is source and self.num_virtual_stages > 1 and quantisation_of(self.config) is None:
             self.pattern.extend(_pattern_of(whole))
         # DeepSpeed prints its settings and the layers of every stage; `describe` says it in a line a stage.
         with contextlib.redirect_stdout(io.StringIO()):
-            super().__init__(layers=self.items, num_stages=num_stages, partition_method=partition)
+            super().__init__(
+                layers=self.items,
+                num_stages=num_stages,
+                topology=self._topology(num_stages),
+                partition_method=partition,
+            )
         data_groups = self._grid._topo.get_axis_comm_lists("data")
         self.expert_groups = ExpertGroups.create(data_groups, expert_parallel, self.global_rank)
         if gradient_checkpointing:
@@ -476,6 +494,9 @@ class CausalLMPipeline(PipelineModule):
         # In one order on all ranks that hold the same stages, each with other chunks first.
         for _, model in sorted(zip(held, self.models, strict=True), key=lambda pair: pair[0]):
             self.expert_layers |= self.spread_experts(model)
+        for model in self.models:
+            for layer in self.anatomy.layers_of(model):
+                self.slice_layer(layer)
         self.forward_funcs.append(self.stage)
         for parameter in self.parameters():
             setattr(parameter, REPLICATED, False)
@@ -486,6 +507,39 @@ class CausalLMPipeline(PipelineModule):
             return {}
         setattr(part, CUT, True)  # if it is all of the layers, too
         return take_share(part, self._grid.get_data_parallel_rank() % self.expert_parallel, self.expert_parallel)
+
+    def _topology(self, num_stages: int) -> ProcessTopology | None:
+        """Stages outermost, slices of a layer next to each other; None: DeepSpeed's own, without slices."""
+        world_size, in_a_pipeline = torch.distributed.get_world_size(), num_stages * self.tensor_parallel
+        if self.tensor_parallel == 1:
+            return None
+        if world_size % in_a_pipeline:
+            raise ValueError(
+                f"{num_stages} stages with {self.tensor_parallel} slices each ({KEY}) are {in_a_pipeline} ranks, and "
+                f"there are {world_size}: choose divisors."
+            )
+        return PipeModelDataParallelTopology(
+            num_pp=num_stages, num_mp=self.tensor_parallel, num_dp=world_size // in_a_pipeline
+        )
+
+    def _check_slicing(self, whole: PreTrainedModel) -> None:
+        """Find how layers are sliced; raise ValueError where they cannot be."""
+        if self.adapters is not None:
+            written = f"{KEY} is {self.tensor_parallel}", f"the model has {self.adapters.method} adapters"
+            raise ValueError(exclusion(SLICED, "adapters").message(*written))
+        self._slicing_plan = plan_of(whole, self.anatomy)
+        check_sizes(whole, self.anatomy, self._slicing_plan, self.tensor_parallel)
+
+    @property
+    def slicing(self) -> Slicing:
+        """This rank's slice of its stage's layers."""
+        group = self._grid.get_slice_parallel_group()
+        return Slicing(self._grid.get_slice_parallel_rank(), self.tensor_parallel, group)
+
+    def slice_layer(self, layer: nn.Module) -> None:
+        """Keep this rank's slice of a decoder layer, which is whole."""
+        if self.tensor_parallel > 1:
+            slice_layer(layer, self._slicing_plan, self.slicing)
 
     def _own_copy(self, source: ModelSource, *, is_last: bool) -> ModelSource:
         """A model in memory is cut in place: each stage has it to itself."""
@@ -538,8 +592,8 @@ class CausalLMPipeline(PipelineModule):
         if not self.is_tied or self.has_slices or ends[0] == ends[1] or len(self.routes) > 1:
             return {}
         comms = {}
-        for replica in range(self._grid.data_parallel_size):
-            ranks = [self._grid.stage_to_global(stage_id=device, data=replica) for device in ends]
+        for pipe in self._grid._topo.get_axis_comm_lists("pipe"):
+            ranks = [pipe[device] for device in ends]
             group = new_group(ranks, TIMEOUT)  # how long one waits, the watch knows
             if self.global_rank in ranks:
                 model = self.models[self.held.index(0 if self.global_rank == ranks[0] else self.num_virtual_stages - 1)]
@@ -604,7 +658,14 @@ class CausalLMPipeline(PipelineModule):
     def ties(self) -> list[Tie]:
         """Weights here, or rows of them, that another stage has too."""
         whole = [Tie(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
-        return whole + self.ties_of_slices
+        return whole + self.ties_of_slices + self._sums_over_slices()
+
+    def _sums_over_slices(self) -> list[Tie]:
+        """Whole weights of sliced layers that see some of a layer's heads on each rank."""
+        if self.tensor_parallel == 1:
+            return []
+        group = self._grid.get_slice_parallel_group()
+        return [Tie(own, group) for own in self.parameters() if hasattr(own, PARTIAL)]
 
     @staticmethod
     def state_name(name: str) -> str:

@@ -90,7 +90,7 @@ def step_options(engine: DeepSpeedEngine, grid: PipelineParallelGrid, *, spreads
 
     Args:
         engine: DeepSpeed's.
-        spreads_experts: ranks of a stage have different experts.
+        spreads_experts: ranks of a stage have different experts, or slices of layers.
     """
     scaler = None
     if engine.fp16_enabled():
@@ -126,8 +126,8 @@ def overlaps_reduction(ds_config: Mapping[str, object], backend: str, *, spreads
     """Whether buckets are reduced during the last backward.
 
     In a rank's last backward all its receives are done, so that no transfer between stages waits for a reduction that
-    waits for it, even where operations of different communicators run one at a time (NCCL). Experts on several ranks
-    have collectives within the backward: there the user asks for it.
+    waits for it, even where operations of different communicators run one at a time (NCCL). Experts on several ranks,
+    as slices of layers, have collectives within the backward: there the user asks for it.
     """
     asked = value_at(ds_config, "zero_optimization.overlap_comm")
     if isinstance(asked, bool):

@@ -51,6 +51,7 @@ from ..config.stage_counts import (
     states_fit,
     uncut,
 )
+from ..config.tensor_parallel import SIZE, TENSOR_PARALLEL, resolve_tensor_parallel
 from ..hf.anatomy import anatomy_of
 from ..hf.check import require_halves
 from ..hf.peft import NeedsValuesError, trained_share, without_memory
@@ -135,13 +136,15 @@ def plan_for(
     model = skeleton(hf_config)
     room = _room(model, ds_config, STATE_BYTES if peft_config is None else FROZEN_BYTES)
     world_size, num_items = room["world_size"], room["num_layers"] + 2
+    slices = resolve_tensor_parallel(ds_config.get(TENSOR_PARALLEL, {}), world_size)
+    whole_ranks: _Room = {**room, "world_size": world_size // slices}
 
     def filled(config: Mapping[str, object], max_steps: int | None, section: PacelineConfig = section) -> RunPlan:
-        stages, _ = resolve_stages(section, config, **room)
+        stages, _ = resolve_stages(section, config, **whole_ranks)
         complete = fill_auto(
             config,
             args,
-            data_parallel=world_size // stages,
+            data_parallel=world_size // slices // stages,
             hidden_size=hf_config.get_text_config().hidden_size,
             max_steps=max_steps,
             given=given,
@@ -151,6 +154,7 @@ def plan_for(
     without_schedule = {key: value for key, value in ds_config.items() if key != "scheduler"}
     is_quantised = is_quantised or getattr(hf_config, "quantization_config", None) is not None
     is_open = is_planned(section, ds_config, unasked=plans_unasked) and world_size > 1 and not is_quantised
+    is_open = is_open and slices == 1
     fitting = [s for s in divisors(world_size) if states_fit(s, room["state_bytes"], room["device_bytes"])]
     usual = fewest_that_go(
         section,
@@ -425,10 +429,13 @@ def dtype_of(ds_config: Mapping[str, object]) -> torch.dtype:
 
 
 def parameters_of_rank(model: PreTrainedModel, ds_config: Mapping[str, object]) -> int:
-    """Of a model in one stage: all, but of the experts one rank's share."""
+    """Of a model in one stage: all, but of experts one rank's share, and of layers in slices about one slice."""
     whole = int(sum(p.numel() for p in model.parameters()))
     section = value_at(ds_config, EXPERT_PARALLEL)
     size = section.get("autoep_size", 1) if isinstance(section, Mapping) and section.get("enabled") else 1
+    if (slices := resolve_tensor_parallel(ds_config.get(TENSOR_PARALLEL, {}), None)) > 1:
+        of_layers = sum(p.numel() for p in anatomy_of(model).layers_of(model).parameters())
+        return whole - of_layers + of_layers // slices
     if not isinstance(size, int) or size < 1:
         return whole
     layers = experts_of(model).values()
@@ -467,11 +474,12 @@ def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, object
     finer = {"half_layers": has_halves, "head_slices": slices}
     built = section.pipeline.model_copy(update={"stages": pipeline.num_stages, **finer})
     experts = {"enabled": True, "autoep_size": pipeline.expert_parallel}
-    config = {EXPERT_PARALLEL: experts, **ds_config}
+    slices = pipeline.tensor_parallel
+    config = {EXPERT_PARALLEL: experts, TENSOR_PARALLEL: {SIZE: slices}, **ds_config}
     num_layers = pipeline.anatomy.num_layers
     _check_monitors(config, pipeline.control)
     resolved = resolve(
-        fill_auto(config, None, data_parallel=dist.get_world_size() // pipeline.num_stages),
+        fill_auto(config, None, data_parallel=dist.get_world_size() // slices // pipeline.num_stages),
         world_size=dist.get_world_size(),
         num_layers=num_layers,
         num_items=num_layers + 2,
@@ -490,6 +498,11 @@ def plan_for_pipeline(pipeline: CausalLMPipeline, ds_config: Mapping[str, object
         raise ValueError(
             f"expert_parallel.autoep_size is {resolved.expert_parallel} and the pipeline was built with "
             f"expert_parallel={pipeline.expert_parallel}: leave the section out, or build it anew."
+        )
+    if resolved.tensor_parallel != slices:
+        raise ValueError(
+            f"{TENSOR_PARALLEL}.{SIZE} is {resolved.tensor_parallel} and the pipeline was built with "
+            f"tensor_parallel={slices}: leave the section out, or build it anew."
         )
     pipeline_section = section.pipeline.model_copy(update=finer)
     return replace(resolved, section=section.model_copy(update={"pipeline": pipeline_section}))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import Piece
 from ..config.optimizers import class_name
+from ..hf.sliced_layers import SLICE
 from ..optim.corrections import NUM_UPDATES
 from ..optim.owned_rows import Owned
 from ..optim.sharded import ShardedOptimizer
@@ -140,7 +141,7 @@ def pieces(
     tied, numberings = tied_weights(module), Numberings(module)
     for position, start, stop in shares:
         owned = optimizer.owned[position]  # type: ignore[union-attr]
-        if is_copy(owned.parameter, tied):
+        if is_copy(owned.parameter, tied) or is_of_first_slice(module, owned.parameter):
             continue
         numbering = numberings.of(owned.parameter)
         runs = list(numbering.runs(start, stop))
@@ -153,7 +154,7 @@ def pieces(
                 yield Piece(owned.name, kind, tensor)
     for name, tensor in rest_of(module, optimizer):
         numbering = numberings.of(tensor)
-        is_left_out = trained_only and isinstance(tensor, nn.Parameter)
+        is_left_out = (trained_only and isinstance(tensor, nn.Parameter)) or is_of_first_slice(module, tensor)
         if replica >= numbering.num_shares or is_copy(tensor, tied) or is_left_out:
             continue
         if numbering.rows is None and numbering.shape == tuple(tensor.shape):
@@ -198,19 +199,29 @@ def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
     name_of = getattr(module, "state_name", str)
     tied = tied_weights(module)
     return {
-        parameter: name_of(name) + (COPY if getattr(parameter, REPLICATED, False) and id(parameter) not in tied else "")
+        parameter: name_of(name)
+        + getattr(parameter, SLICE, "")
+        + (COPY if getattr(parameter, REPLICATED, False) and id(parameter) not in tied else "")
         for name, parameter in module.named_parameters()
     }
 
 
 def tied_weights(module: Any) -> set[int]:
-    """``id`` of the weights here that another stage has too."""
-    return {id(w) for w, _ in module.get_tied_weights_and_groups()} if module.num_stages > 1 else set()
+    """``id`` of the weights here that another stage has too, or another slice of this one."""
+    has_others = module.num_stages > 1 or getattr(module, "tensor_parallel", 1) > 1
+    return {id(w) for w, _ in module.get_tied_weights_and_groups()} if has_others else set()
 
 
 def is_copy(tensor: Tensor, tied: set[int]) -> bool:
     """Whether another stage has the one of these two equal weights that counts."""
     return getattr(tensor, REPLICATED, False) and id(tensor) in tied
+
+
+def is_of_first_slice(module: Any, tensor: Tensor) -> bool:
+    """Whether another rank of this stage has the one of these equal tensors that counts: that with the first slices of
+    layers in slices."""
+    slicing = getattr(module, "slicing", None)
+    return slicing is not None and slicing.rank > 0 and not hasattr(tensor, SLICE)
 
 
 def is_spread(tensor: Tensor) -> bool:
