@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from paceline.checkpoint import Checkpoint
 from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches
 from support.ranks import run_ranks
+from support.saves import assert_same_tensors
 
 BEFORE, AFTER = 3, 4
 INTO = {(2, 1): (4, 1), (1, 2): (3, 1), (3, 1): (2, 2), (2, 2): (1, 1)}
@@ -68,19 +68,6 @@ def load(root: str, stages: int, variants: list[tuple[int, str]]) -> dict[str, l
         losses[f"{zero}{dtype}"] = steps(engine, BEFORE, AFTER)
         engine.destroy()
     return losses
-
-
-def assert_same_tensors(one: Path, other: Path) -> None:
-    """Values, masters, moments, steps: every name and kind, bit for bit."""
-    first, second = Checkpoint.open(one), Checkpoint.open(other)
-    assert sorted(first.names) == sorted(second.names)
-    kinds = set()
-    for name in first.names:
-        assert sorted(first.kinds(name)) == sorted(second.kinds(name))
-        for kind in first.kinds(name):
-            kinds.add(kind)
-            assert torch.equal(first.read(name, kind), second.read(name, kind)), f"{kind} of {name}"
-    assert {"master", "exp_avg", "exp_avg_sq", "step"} <= kinds
 
 
 @pytest.mark.parametrize("shape", list(INTO), ids=lambda shape: "x".join(map(str, shape)))

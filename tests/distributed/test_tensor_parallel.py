@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from support.jobs import train, train_alone
-from support.ranks import OneAfterAnother, on
+from paceline.checkpoint import Checkpoint
+from paceline.checkpoint.export import export_checkpoint
+from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches, train, train_alone
+from support.ranks import OneAfterAnother, on, run_ranks
+from support.saves import assert_same_tensors
 
 STEPS = 4
 
@@ -102,3 +108,72 @@ def test_stages_change_no_bit() -> None:
 def test_bf16_trains() -> None:
     losses = RUNS["bf16"][0]["losses"]
     assert losses == pytest.approx(RUNS["two stages"][0]["losses"], rel=5e-3)
+
+
+# -- checkpoints and exports ------------------------------------------------------------------------------------------
+
+BEFORE, AFTER = 2, 2
+
+
+def made(stages: int, slices: int, **more: Any) -> Any:
+    import paceline
+
+    replicas = int(os.environ["WORLD_SIZE"]) // stages // slices
+    config = ds_config(
+        gradient_accumulation_steps=MICRO_BATCHES // replicas,
+        zero_optimization={"stage": 1},
+        tensor_parallel={"autotp_size": slices},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 1e-3}},
+        paceline={"pipeline": {"stages": stages, **more}},
+    )
+    return paceline.initialize(model=model_config("qwen3"), config=config)[0]
+
+
+def steps(engine: Any, first: int, count: int) -> list[float]:
+    replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
+    batches = [step_batches(step)[replica::replicas] for step in range(first, first + count)]
+    return [engine.train_batch(iter(batch)).item() for batch in batches]
+
+
+def saved(root: str, stages: int, slices: int) -> list[float]:
+    """Train, save, export, and go on without a break."""
+    import paceline
+
+    engine = made(stages, slices)
+    steps(engine, 0, BEFORE)
+    engine.save_checkpoint(root, tag="saved")
+    paceline.export(engine.module, f"{root}/exported", engine.control)
+    return steps(engine, BEFORE, AFTER)
+
+
+def loaded(root: str, stages: int, slices: int) -> list[float]:
+    """Load, save as it is, and go on."""
+    engine = made(stages, slices)
+    engine.load_checkpoint(root, tag="saved")
+    engine.save_checkpoint(root, tag="again")
+    return steps(engine, BEFORE, AFTER)
+
+
+SHAPES = {"same": ((2, 2), (2, 2)), "into whole layers": ((2, 2), (2, 1)), "into slices": ((2, 1), (1, 2))}
+"""Stages and slices of four ranks that save, and of four or two that load."""
+
+
+@pytest.mark.parametrize("way", SHAPES)
+def test_a_checkpoint_loads_into_other_slices(way: str, tmp_path: Path) -> None:
+    before, after = SHAPES[way]
+    wanted = run_ranks(saved, 4, str(tmp_path), *before)[0]
+    found = run_ranks(loaded, 4, str(tmp_path), *after)
+    assert_same_tensors(tmp_path / "saved", tmp_path / "again")
+    for losses in found:
+        assert losses == (wanted if way == "same" else pytest.approx(wanted, rel=1e-5))
+
+
+def test_exports_are_whole(tmp_path: Path) -> None:
+    """Of the engine, and of a checkpoint by one process."""
+    run_ranks(saved, 4, str(tmp_path), 2, 2)
+    export_checkpoint(tmp_path / "saved", tmp_path / "by one process")
+    checkpoint = Checkpoint.open(tmp_path / "saved")
+    live, later = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("exported", "by one process"))
+    for (name, weight), other in zip(live.named_parameters(), later.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+        assert torch.equal(weight, checkpoint.read(name, "master")), name

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint import CheckpointError, CheckpointWriter, Piece, new_run
+from paceline.checkpoint import Checkpoint, CheckpointError, CheckpointWriter, Piece, new_run
 
 
 @contextmanager
@@ -88,3 +88,16 @@ def saved(root: Path, *values: int, world_size: int = 2, keep: int | None = None
             == [None] * world_size
         )
     return [root / f"checkpoint-{value}" for value in values]
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Values, masters, moments, steps: every name and kind, bit for bit."""
+    first, second = Checkpoint.open(one), Checkpoint.open(other)
+    assert sorted(first.names) == sorted(second.names)
+    kinds = set()
+    for name in first.names:
+        assert sorted(first.kinds(name)) == sorted(second.kinds(name))
+        for kind in first.kinds(name):
+            kinds.add(kind)
+            assert torch.equal(first.read(name, kind), second.read(name, kind)), f"{kind} of {name}"
+    assert {"master", "exp_avg", "exp_avg_sq", "step"} <= kinds

@@ -76,6 +76,7 @@ class Piece:
             buffers), or an optimizer state by its own name ("exp_avg", "step", …).
         tensor: rows ``start`` to ``start + len(tensor)`` along the first dimension; of a number (shape ``()``) itself.
         shape: of the whole tensor; None if ``tensor`` is the whole.
+        column: the first of its columns, along the second dimension, where it has some only; None: it has all.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Piece:
     tensor: Tensor
     start: int = 0
     shape: tuple[int, ...] | None = None
+    column: int | None = None
 
     @property
     def key(self) -> str:
@@ -97,12 +99,15 @@ class Piece:
         """Raises ValueError if the rows do not lie in the whole, or the dtype cannot be stored."""
         rows, whole = tuple(self.tensor.shape), self.whole
         fits = rows[1:] == whole[1:] and len(rows) == len(whole)
+        if self.column is not None:
+            fits = len(rows) == len(whole) >= 2 and rows[2:] == whole[2:]
+            fits = fits and 0 <= self.column <= self.column + rows[1] <= whole[1]
         if whole:
             fits = fits and self.start >= 0 and self.start + rows[0] <= whole[0]
         if not fits or (not whole and self.start):
             raise ValueError(
                 f"{self.kind} of {self.name}: a piece of shape {rows} from row {self.start} is no part of {whole}: "
-                "pieces are ranges of rows along the first dimension."
+                "pieces are ranges of rows along the first dimension, of all columns or a range of them."
             )
         if self.tensor.dtype not in DTYPES:
             raise ValueError(

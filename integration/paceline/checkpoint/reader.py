@@ -38,12 +38,17 @@ _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows ``start`` to ``stop`` of a tensor, and where they lie."""
+    """Rows ``start`` to ``stop`` of a tensor, and where they lie.
+
+    Args:
+        columns: first one and end, where only some are there.
+    """
 
     start: int
     stop: int
     file: str
     key: str
+    columns: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -139,8 +144,19 @@ class Checkpoint:
         if not stored.shape:
             rows = stored.rows[0]
             return out.copy_(self._handle(rows.file).get_tensor(rows.key))
+        filled = 0
+        for columns in dict.fromkeys(rows.columns for rows in stored.rows):
+            part = out if columns is None else out[:, slice(*columns)]
+            self._fill(part, name, kind, start, [rows for rows in stored.rows if rows.columns == columns])
+            filled += part.shape[1] if columns is not None else 0
+        if filled and filled != stored.shape[1]:
+            raise ValueError(f"{self.path} has {filled} of the {stored.shape[1]} columns of {kind} of {name}.")
+        return out
+
+    def _fill(self, out: Tensor, name: str, kind: str, start: int, stretches: Sequence[_Rows]) -> None:
+        """Rows from ``start`` on into ``out``, which has the columns of all ``stretches``."""
         at, stop = start, start + out.shape[0]
-        for rows in stored.rows:
+        for rows in stretches:
             if at >= stop or rows.start > at:
                 break
             if rows.stop > at:
@@ -149,8 +165,7 @@ class Checkpoint:
                 out[at - start : upto - start].copy_(held)
                 at = upto
         if at < stop:
-            raise ValueError(f"{self.path} lacks row {at} of {kind} of {name} (shape {stored.shape}).")
-        return out
+            raise ValueError(f"{self.path} lacks row {at} of {kind} of {name} (shape {self.shape(name, kind)}).")
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """The ``rank_state`` that rank ``rank`` of the run that wrote the checkpoint gave."""
@@ -209,7 +224,8 @@ class Checkpoint:
                     f"{self.path}: ranks disagree on {kind} of {name}: {stored.shape} {stored.dtype} "
                     f"on an earlier one, {shape} {dtype} on rank {rank}"
                 )
-            stored.rows.append(_Rows(start, start + piece["rows"], file, f"{kind}:{start}:{name}"))
+            columns = tuple(piece["columns"]) if "columns" in piece else None
+            stored.rows.append(_Rows(start, start + piece["rows"], file, f"{kind}:{start}:{name}", columns))
 
     def _unpacked(self, name: str) -> Any:
         data = self._bytes(name)

@@ -53,7 +53,7 @@ class Snapshot:
         """
         # Large elements first: every tensor of the file is then aligned, as safetensors has it.
         ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
-        layout = [(p.name, p.kind, p.start, p.whole, p.tensor.dtype, tuple(p.tensor.shape)) for p in ordered]
+        layout = [(p.name, p.kind, p.start, p.column, p.whole, p.tensor.dtype, tuple(p.tensor.shape)) for p in ordered]
         devices = {p.tensor.device for p in ordered if p.tensor.is_cuda}
         if layout != self._layout:
             self._layout = None
@@ -98,7 +98,8 @@ class Snapshot:
         self.header = len(text).to_bytes(8, "little") + text
         index = [
             {"name": p.name, "kind": p.kind, "dtype": DTYPES[p.tensor.dtype], "start": p.start,
-             "rows": p.tensor.shape[0] if p.whole else 0, "shape": list(p.whole)}
+             "rows": p.tensor.shape[0] if p.whole else 0, "shape": list(p.whole),
+             **({} if p.column is None else {"columns": [p.column, p.column + p.tensor.shape[1]]})}
             for p in pieces
         ]  # fmt: skip
         self.index = json.dumps({"pieces": index}, separators=(",", ":")).encode()

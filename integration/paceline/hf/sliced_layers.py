@@ -35,13 +35,18 @@ STYLES = (COLUMNS, COLUMNS_GATHERED, ROWS, ROWS_OF_WHOLE, SUMMED)
 inputs of a linear layer; the last is a module that is whole on every rank, and sees some heads only."""
 
 SLICE = "paceline_slice"
-"""Mark on a parameter of which this rank has a slice: the end of its name."""
-
-DIM = "paceline_slice_dim"
-"""Mark on it: the dimension in which it is cut."""
+"""Mark on a parameter of which this rank has a slice: which one (:class:`SliceOf`)."""
 
 PARTIAL = "paceline_has_partial_gradients"
 """Mark on a whole parameter whose gradients are to be summed over the ranks that have it."""
+
+
+class SliceOf(NamedTuple):
+    """Slice number ``rank`` of ``size`` of a tensor that is cut in its dimension ``dim``."""
+
+    rank: int
+    size: int
+    dim: int
 
 
 class Slicing(NamedTuple):
@@ -56,11 +61,6 @@ class Slicing(NamedTuple):
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
-
-    @property
-    def suffix(self) -> str:
-        """End of the names of sliced parameters, which are this rank's alone."""
-        return f"@{self.rank + 1}of{self.size}"
 
 
 def plan_of(model: PreTrainedModel, anatomy: Anatomy) -> dict[str, str]:
@@ -164,7 +164,7 @@ def _keep(module: nn.Module, leaf: str, dim: int, slicing: Slicing) -> None:
     own = whole.detach().chunk(slicing.size, dim)[slicing.rank]
     kept = nn.Parameter(own.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
     vars(kept).update(vars(whole))
-    vars(kept).update({SLICE: slicing.suffix, DIM: dim})
+    setattr(kept, SLICE, SliceOf(slicing.rank, slicing.size, dim))
     kept.model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's mark: it counts in norms on every rank
     setattr(module, leaf, kept)
 

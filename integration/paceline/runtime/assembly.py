@@ -425,6 +425,7 @@ def _shape(engine: PacelineEngine) -> dict[str, object]:
     return {
         "stages": engine.num_stages,
         "data_parallel": engine.dp_world_size,
+        **({} if engine.plan.tensor_parallel == 1 else {"tensor_parallel": engine.plan.tensor_parallel}),
         "parts": [int(part) for part in engine.module.parts],
         "train_batch_size": engine.train_batch_size(),
         **({} if engine.mirrors is None else {"directions": len(routes)}),

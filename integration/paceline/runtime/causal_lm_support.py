@@ -16,6 +16,7 @@ from ..config.optimizers import ELEMENTWISE, class_name, is_elementwise
 from ..hf import hub_files
 from ..hf.peft import save_adapter_config
 from ..hf.sliced_head import WHOLE_HEAD
+from ..hf.sliced_layers import KEY
 from ..patches import transformers_masking_utils
 from ..patches.registry import apply
 from .causal_lm_layers import CausalLMLayers
@@ -61,6 +62,12 @@ class CausalLMSupport(ModelSupport):
             raise ValueError(
                 f"optimizer {class_name(basic)} looks at a parameter as a whole, and stages have parts of a head in "
                 f"slices: choose one of {', '.join(sorted(ELEMENTWISE))}, or {WHOLE_HEAD}."
+            )
+        if self.module.tensor_parallel > 1 and not is_elementwise(basic):
+            raise ValueError(
+                f"optimizer {class_name(basic)} looks at a parameter as a whole, and ranks have slices of the layers' "
+                f"({KEY} is {self.module.tensor_parallel}): choose one of {', '.join(sorted(ELEMENTWISE))}, or leave "
+                f"{KEY} out."
             )
 
     def keep_masks(self) -> None:

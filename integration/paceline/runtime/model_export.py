@@ -23,7 +23,7 @@ from ..comm.control import ControlPlane
 from ..hf import hub_files
 from ..hf.peft import CONFIG, PREFIX, Adapters, adapter_state, save_adapter_config, write_adapters
 from ..hf.sliced_head import Rows
-from ..hf.sliced_layers import DIM, SLICE
+from ..hf.sliced_layers import SLICE
 from ..hf.stage import CausalLMStage
 from ..supervise.expected import expecting_all
 from .module import CausalLMPipeline
@@ -206,7 +206,7 @@ def whole_layers(pipeline: CausalLMPipeline) -> dict[str, Tensor]:
             slices = [torch.empty_like(parameter) for _ in range(slicing.size)] if slicing.rank == 0 else None
             dist.gather(parameter.detach(), slices, group=slicing.group, group_dst=0)
             if slices is not None:
-                found[pipeline.state_name(name)] = torch.cat(slices, getattr(parameter, DIM)).cpu()
+                found[pipeline.state_name(name)] = torch.cat(slices, getattr(parameter, SLICE).dim).cpu()
     return found
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import Piece
 from ..config.optimizers import class_name
-from ..hf.sliced_layers import SLICE
+from ..hf.sliced_layers import SLICE, SliceOf
 from ..optim.corrections import NUM_UPDATES
 from ..optim.owned_rows import Owned
 from ..optim.sharded import ShardedOptimizer
@@ -64,12 +64,19 @@ class Numbering:
         rows: number in it of each row here, where those after them are empty; None: they follow each other.
         num_shares: ranks of the stage that have different rows of it.
         first: number of the first row here, where they follow each other.
+        columns: number of the first column here and the end, where some only are here.
     """
 
     shape: tuple[int, ...]
     rows: tuple[int, ...] | None = None
     num_shares: int = 1
     first: int = 0
+    columns: tuple[int, int] | None = None
+
+    @property
+    def column(self) -> int | None:
+        """Number of the first column here; None: all are."""
+        return None if self.columns is None else self.columns[0]
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Rows ``start`` to ``stop - 1`` here as ``(first, end, number of the first)``, cut where numbers jump.
@@ -118,6 +125,8 @@ class Numberings:
         self._rows_of = {id(parameter): rows for parameter, rows in in_rows().items()}
 
     def of(self, tensor: Tensor) -> Numbering:
+        if (own := getattr(tensor, SLICE, None)) is not None:
+            return _of_slice(tensor, own)
         rows = self._rows_of.get(id(tensor))
         if rows is not None:
             return Numbering((rows.whole, *tensor.shape[1:]), first=rows.start)
@@ -125,6 +134,14 @@ class Numberings:
         if layer is None:
             return Numbering(tuple(tensor.shape))
         return Numbering((layer.num_experts, *tensor.shape[1:]), layer.own_experts, layer.size)
+
+
+def _of_slice(tensor: Tensor, own: SliceOf) -> Numbering:
+    num_rows, *others = tensor.shape
+    if own.dim == 0:
+        return Numbering((own.size * num_rows, *others), first=own.rank * num_rows)
+    width, *others = others
+    return Numbering((num_rows, own.size * width, *others), columns=(own.rank * width, (own.rank + 1) * width))
 
 
 def pieces(
@@ -149,8 +166,8 @@ def pieces(
             if tensor.dim() and tensor.shape == owned.master.shape:
                 for first, end, number in runs:
                     rows = tensor[first - owned.start : end - owned.start]
-                    yield Piece(owned.name, kind, rows, number, numbering.shape)
-            elif any(number == 0 for _, _, number in runs):
+                    yield Piece(owned.name, kind, rows, number, numbering.shape, numbering.column)
+            elif any(number == 0 for _, _, number in runs) and not numbering.column:
                 yield Piece(owned.name, kind, tensor)
     for name, tensor in rest_of(module, optimizer):
         numbering = numberings.of(tensor)
@@ -161,7 +178,7 @@ def pieces(
             yield Piece(name, VALUE, tensor.detach())
         else:
             for first, end, number in numbering.runs(0, len(tensor)):
-                yield Piece(name, VALUE, tensor.detach()[first:end], number, numbering.shape)
+                yield Piece(name, VALUE, tensor.detach()[first:end], number, numbering.shape, numbering.column)
 
 
 def place(
@@ -199,9 +216,7 @@ def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
     name_of = getattr(module, "state_name", str)
     tied = tied_weights(module)
     return {
-        parameter: name_of(name)
-        + getattr(parameter, SLICE, "")
-        + (COPY if getattr(parameter, REPLICATED, False) and id(parameter) not in tied else "")
+        parameter: name_of(name) + (COPY if getattr(parameter, REPLICATED, False) and id(parameter) not in tied else "")
         for name, parameter in module.named_parameters()
     }
 
@@ -324,6 +339,8 @@ def _read(source: Source, name: str, kind: str, numbering: Numbering, start: int
     runs = list(numbering.runs(start, stop))
     num_empty = stop - (runs[-1][1] if runs else start)
     parts = [source.read(name, kind, number, number + end - first) for first, end, number in runs]
+    if numbering.columns is not None:
+        parts = [part[:, slice(*numbering.columns)] for part in parts]
     if num_empty:
         parts.append(source.read(name, kind, 0, 1).new_zeros(num_empty, *numbering.shape[1:]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
