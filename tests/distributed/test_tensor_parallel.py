@@ -177,3 +177,84 @@ def test_exports_are_whole(tmp_path: Path) -> None:
     for (name, weight), other in zip(live.named_parameters(), later.parameters(), strict=True):
         assert torch.equal(weight, other), name
         assert torch.equal(weight, checkpoint.read(name, "master")), name
+
+
+# -- layers that move, and data that differ --------------------------------------------------------------------------
+
+
+def moved(moves: dict[int, list[int]], *, prepares: bool = False) -> dict[str, Any]:
+    """Boundaries to move to, by the number of steps before."""
+    engine = made(2, 2, partition=[0, 3, 6])
+    losses = []
+    for step in range(5):
+        if (parts := moves.get(step)) is not None:
+            engine.repartition(parts)
+        losses += steps(engine, step, 1)
+    state = {name: weight.detach().clone() for name, weight in engine.module.stage.model.named_parameters()}
+    return {"losses": losses, "state": state, "sent": [move["bytes"] for move in engine.migrations]}
+
+
+def test_layers_in_slices_move() -> None:
+    stayed = run_ranks(moved, 4, {})
+    went = run_ranks(moved, 4, {1: [0, 2, 6], 2: [0, 4, 6], 4: [0, 3, 6]})
+    for before, after in zip(stayed, went, strict=True):
+        assert after["losses"] == before["losses"]
+        assert len(after["sent"]) == 3
+        for name, weight in before["state"].items():
+            assert torch.equal(weight, after["state"][name]), name
+
+
+def different_data() -> list[str]:
+    engine = made(2, 2)
+    other = engine.grid.get_slice_parallel_rank()
+    with pytest.raises(ValueError, match="see different data") as raised:
+        engine.train_batch(iter(step_batches(other)))
+    return [str(raised.value)]
+
+
+def test_slices_have_to_read_the_same() -> None:
+    (found,) = {tuple(rank) for rank in run_ranks(different_data, 4)}
+    assert found == (
+        "ranks with slices of the same layers see different data at step 0: give all of a replica the same iterator "
+        "(same files, seed and data-parallel rank).",
+    )
+
+
+def refused() -> list[str]:
+    from transformers import AutoConfig
+
+    import paceline
+
+    found = []
+    for model, size in (
+        (model_config("gpt2"), 2),
+        (model_config("mixtral"), 2),
+        (model_config("llama"), 4),
+        (model_config("llama", intermediate_size=33, num_key_value_heads=4), 2),
+        (AutoConfig.for_model("apertus", hidden_size=32, num_hidden_layers=2, vocab_size=97), 2),
+    ):
+        config = ds_config(tensor_parallel={"autotp_size": size}, paceline={"pipeline": {"stages": 1}})
+        with pytest.raises(ValueError, match="autotp_size") as raised:
+            paceline.initialize(model=model, config=config)
+        found.append(str(raised.value))
+    config = ds_config(
+        tensor_parallel={"autotp_size": 2}, paceline={"pipeline": {"stages": 1}}, optimizer={"type": "Adafactor"}
+    )
+    with pytest.raises(ValueError, match="Adafactor looks at a parameter as a whole"):
+        paceline.initialize(model=model_config(), config=config)
+    return found
+
+
+def test_models_that_cannot_be_sliced_are_refused() -> None:
+    gpt2, mixtral, heads, width, apertus = run_ranks(refused, 4)[0]
+    assert gpt2 == (
+        "GPT2LMHeadModel (model type 'gpt2') cannot have its layers in slices: transformers has no plan for it "
+        "(base_model_tp_plan of GPT2Config); leave tensor_parallel.autotp_size out, or take another model."
+    )
+    assert "its layers.3.mlp.experts is cut as 'moe_tp_experts', and linear layers can be cut" in mixtral
+    assert heads == (
+        "tensor_parallel.autotp_size is 4: it must divide the 2 heads of self_attn.k_proj in LlamaForCausalLM; choose "
+        "a divisor."
+    )
+    assert "is 2: it must divide the 33 outputs of mlp.gate_proj in LlamaForCausalLM" in width
+    assert "the activation of its MLP has weights" in apertus

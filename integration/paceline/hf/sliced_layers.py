@@ -26,6 +26,11 @@ from .anatomy import Anatomy, UnsupportedModelError
 
 KEY = "tensor_parallel.autotp_size"
 REMEDY = f"leave {KEY} out, or take another model"
+NOT_EXACT = {
+    **dict.fromkeys(("apertus", "apertus1p5_text"), "the activation of its MLP has weights, which see slices of it"),
+    "doge": "its attention adds a mask of all heads",
+}
+"""Model types for which transformers' plan does not give what whole layers compute, and why."""
 
 COLUMNS, COLUMNS_GATHERED = "colwise", "colwise_gather_output"
 ROWS, ROWS_OF_WHOLE = "rowwise", "rowwise_split_input"
@@ -73,7 +78,7 @@ def plan_of(model: PreTrainedModel, anatomy: Anatomy) -> dict[str, str]:
     start = f"{anatomy.layers}.*."
     written: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     plan = {name.removeprefix(start): style for name, style in written.items() if name.startswith(start)}
-    reason = ""
+    reason = NOT_EXACT.get(model.config.model_type, "")
     if not {COLUMNS, COLUMNS_GATHERED} & set(plan.values()):
         reason = f"transformers has no plan for it (base_model_tp_plan of {type(config).__name__})"
     for index, layer in enumerate(anatomy.layers_of(model)):
