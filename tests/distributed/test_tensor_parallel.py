@@ -26,6 +26,8 @@ def sliced(ranks: int, stages: int, **options: Any) -> Any:
 
 BF16 = {"bf16": {"enabled": True}}
 UNTIED = {"tie_word_embeddings": False}
+HEAD = UNTIED | {"vocab_size": 98}
+"""An even number of rows, of which each rank has half."""
 SCHEDULES = ("kfkb", "zbh1", "gpipe")
 IN_CHUNKS = ("interleaved", "zbv")
 FOUR_PARTS = [0, 2, 3, 4, 6]
@@ -47,6 +49,9 @@ RUNS = OneAfterAnother(
         **{name: sliced(4, 2, schedule={"type": name}) for name in SCHEDULES},
         **{name: sliced(4, 2, partition=FOUR_PARTS, schedule={"type": name}) for name in IN_CHUNKS},
         "bf16": sliced(4, 2, more=BF16),
+        "head": sliced(4, 2, clipping=0.05, **HEAD),
+        "head, one stage": sliced(2, 1, clipping=0.05, **HEAD),
+        "head, zbh1": sliced(4, 2, schedule={"type": "zbh1"}, clipping=0.05, **HEAD),
     },
     at_once=10,
 )
@@ -57,6 +62,7 @@ ALONE = OneAfterAnother(
         "clipping": on(1, steps=STEPS, clipping=0.05),
         "qwen3": on(1, steps=STEPS, family="qwen3", clipping=0.05),
         "olmo2": on(1, steps=STEPS, family="olmo2"),
+        "head": on(1, steps=STEPS, clipping=0.05, **HEAD),
         "bias": on(1, steps=STEPS, attention_bias=True, mlp_bias=True),
         "packed": on(1, steps=STEPS, kind="packed"),
         "ragged": on(1, steps=STEPS, kind="ragged"),
@@ -67,6 +73,7 @@ ALONE = OneAfterAnother(
 REFERENCES = {
     **dict.fromkeys(("a stage", "two stages", "recomputed", *SCHEDULES, *IN_CHUNKS), "llama"),
     **dict.fromkeys(("replicas", "three"), "clipping"),
+    **dict.fromkeys(("head", "head, one stage", "head, zbh1"), "head"),
     **{name: name for name in ("qwen3", "olmo2", "bias", "packed", "ragged")},
 }
 
@@ -108,6 +115,32 @@ def test_stages_change_no_bit() -> None:
 def test_bf16_trains() -> None:
     losses = RUNS["bf16"][0]["losses"]
     assert losses == pytest.approx(RUNS["two stages"][0]["losses"], rel=5e-3)
+
+
+def looked_at(stages: int, slices: int) -> list[torch.Tensor]:
+    """On every rank: logits before a step and after it, and of the last micro-batch of an evaluation."""
+    import paceline
+
+    config = ds_config(
+        gradient_accumulation_steps=MICRO_BATCHES,
+        tensor_parallel={"autotp_size": slices},
+        paceline={"pipeline": {"stages": stages}},
+    )
+    engine, *_ = paceline.initialize(model=model_config(**HEAD), config=config)
+    batches, found = step_batches(0), []
+    for _ in range(2):
+        found += [logits for _, logits in engine.predict(batches, lambda logits, labels: logits)]
+        engine.train_batch(iter(batches))
+    _, last = engine.eval_batch(iter(batches), return_logits=True)
+    return [*found, last] if engine.is_last_stage() else found
+
+
+def test_an_evaluation_sees_the_logits_of_all_rows() -> None:
+    (wanted,) = run_ranks(looked_at, 1, 1, 1)
+    for rank in run_ranks(looked_at, 4, 2, 2):
+        assert len(rank) >= 2 * MICRO_BATCHES
+        for ours, theirs in zip(rank, wanted, strict=False):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 # -- checkpoints and exports ------------------------------------------------------------------------------------------

@@ -385,6 +385,19 @@ def test_losses_of_ones_own(loss: str, replicas: int, changes: dict[str, Any], t
     assert_same_weights(ours / "final", theirs / "final", 1e-6)
 
 
+@pytest.mark.parametrize("changes", [{}, {"label_smoothing_factor": 0.1}], ids=["its own loss", "a loss of one's own"])
+def test_layers_and_head_in_slices(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Two ranks a stage; a loss of one's own, and metrics, see the logits of both."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    config = pipeline(2) | {"tensor_parallel": {"autotp_size": 2}}
+    changes = {"max_steps": 3, **changes}
+    found = run_ranks(train, 4, str(ours), config, family="olmo2", changes=changes)
+    (wanted,) = run_ranks(train, 1, str(theirs), None, family="olmo2", changes=changes)
+    for rank in found:
+        assert_same(rank, wanted, 4e-6)
+    assert_same_weights(ours / "final", theirs / "final")
+
+
 def test_a_compute_loss_that_needs_the_whole_model_is_told() -> None:
     from transformers import LlamaForCausalLM
 

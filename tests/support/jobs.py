@@ -23,7 +23,7 @@ def model_config(family: str = "llama", **changes: Any) -> Any:
     sizes = {
         "llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
         "qwen3": {"num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 8},
-        "olmo2": {"num_key_value_heads": 2},
+        "olmo2": {"num_key_value_heads": 2, "vocab_size": 98},
         "gpt_neox": {},
         "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_inner": 64},
         "mixtral": {
@@ -181,7 +181,7 @@ def train_alone(
             count = int((batch["labels"][:, 1:] != -100).sum())
             if count:
                 logits = model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
-                sums += float(model.loss_function(logits, batch["labels"], 97, num_items_in_batch=1))
+                sums += float(model.loss_function(logits, batch["labels"], config.vocab_size, num_items_in_batch=1))
                 tokens += count
     state = {name: p.detach().clone() for name, p in model.named_parameters()}
     evaluation = {"eval_loss": sums / tokens, "eval_tokens": tokens}

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -136,6 +137,12 @@ def add_logits(sums: Tensor, logits: Tensor, labels: Tensor, first_row: int) -> 
     return torch.cat([torch.logaddexp(before, log_sums), targets_before + of_targets])
 
 
+def sums_of_ranks(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sums ``[2 N]`` of all rows, from those that each rank of ``group`` has of some."""
+    total: Tensor = _SumsOfRanks.apply(sums, group)
+    return total
+
+
 def cross_entropy_of(sums: Tensor, labels: Tensor, num_items: Tensor | float | None) -> Tensor:
     """Next-token cross entropy over the label tokens, divided by ``num_items`` (None: by their number).
 
@@ -152,6 +159,27 @@ def cross_entropy_of(sums: Tensor, labels: Tensor, num_items: Tensor | float | N
 def shifted(labels: Tensor) -> Tensor:
     """The label that each token is to predict, ``[N]``."""
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
+
+
+class _SumsOfRanks(torch.autograd.Function):
+    """Adds up exponentials whose logarithms ranks have, and logits of labels."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, group: dist.ProcessGroup) -> Tensor:
+        parts = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, sums, group=group)
+        log_sums, of_targets = torch.stack(parts).chunk(2, dim=1)
+        total = torch.cat([log_sums.logsumexp(0), of_targets.sum(0)])
+        ctx.save_for_backward(sums, total)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_total: Tensor) -> tuple[Tensor, None]:
+        sums, total = ctx.saved_tensors
+        of_log_sums, of_targets = of_total.chunk(2)
+        share = torch.exp(sums.chunk(2)[0] - total.chunk(2)[0])
+        return torch.cat([of_log_sums * share, of_targets]), None
 
 
 class _Sums(torch.autograd.Function):

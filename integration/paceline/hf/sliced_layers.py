@@ -11,6 +11,7 @@ Source: Megatron-LM, arXiv 1909.08053, section 3.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy, UnsupportedModelError
+from .sliced_head import check_head
 
 KEY = "tensor_parallel.autotp_size"
 REMEDY = f"leave {KEY} out, or take another model"
@@ -142,6 +144,21 @@ def slice_layer(layer: nn.Module, plan: Mapping[str, str], slicing: Slicing) -> 
             _keep_inputs(module, slicing, splits=style == ROWS_OF_WHOLE)
 
 
+def may_slice_head(model: PreTrainedModel, anatomy: Anatomy, size: int) -> bool:
+    """Whether each of ``size`` ranks can have as many rows of the head of ``model``, which is not the embedding's."""
+    head = model.get_output_embeddings()
+    try:
+        check_head(model, replace(anatomy, head_slices=size))
+    except UnsupportedModelError:
+        return False
+    return len(head.weight) % size == 0
+
+
+def slice_head(head: nn.Module, slicing: Slicing) -> None:
+    """Keep this rank's rows of a head, in place; its outputs are the logits of these."""
+    _keep_outputs(head, slicing, _Inputs(head, slicing.group), gathers=False)
+
+
 def _keep_outputs(module: nn.Module, slicing: Slicing, inputs: _Inputs, *, gathers: bool) -> None:
     assert isinstance(module, nn.Linear)
     module.out_features //= slicing.size
@@ -207,8 +224,8 @@ def _sum_output(group: dist.ProcessGroup | None, module: nn.Module, args: tuple[
 
 
 def _gather_output(group: dist.ProcessGroup | None, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    gathered: Tensor = _Gathered.apply(output, group)
-    return gathered
+    assert group is not None
+    return gathered(output, group)
 
 
 def _split_input(group: dist.ProcessGroup | None, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -219,6 +236,12 @@ def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)  # autograd may have given it to others too
     dist.all_reduce(total, group=group)
     return total
+
+
+def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Slices of the last dimension, put together; of what comes back, each rank takes its own."""
+    whole: Tensor = _Gathered.apply(tensor, group)
+    return whole
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,7 +26,8 @@ from .anatomy import Anatomy, UnsupportedModelError, anatomy_of, half_children
 from .cross_entropy import cross_entropy_in_pieces, takes_pieces
 from .early_recomputation import recompute_early
 from .masks import needs_mask
-from .sliced_head import Rows, RowsOfLinear, add_logits, cross_entropy_of, empty_sums, keep_rows
+from .sliced_head import Rows, RowsOfLinear, add_logits, cross_entropy_of, empty_sums, keep_rows, sums_of_ranks
+from .sliced_layers import Slicing, gathered, slice_head
 
 CUT = "paceline_is_cut"
 """Attribute of a model: whether parts of it were taken out."""
@@ -339,6 +341,9 @@ class CausalLMStage(nn.Module):
     head_rows: Rows | None = None
     """The rows that the stage has of a head in slices."""
 
+    slicing: Slicing | None = None
+    """Ranks that share the stage's head, whose logits are those of this rank's rows; None: it is no other rank's."""
+
     def __init__(self, model: PreTrainedModel, cut: Cut, anatomy: Anatomy | None = None) -> None:
         super().__init__()
         self.model = model
@@ -411,6 +416,17 @@ class CausalLMStage(nn.Module):
         sums = add_logits(sums, outputs.logits, side[LABELS], self.head_rows.start)
         return (sums, None) if self.cut.last else (hidden, sums)
 
+    def share_head(self, slicing: Slicing) -> None:
+        """Keep this rank's rows of a head that all ranks with slices of the stage's layers share."""
+        slice_head(self.model.get_output_embeddings(), slicing)
+        self.slicing = slicing
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """Logits ``[B, S, V]`` of all rows. Collective, where ranks share the head."""
+        if self.slicing is None or self.slicing.group is None:
+            return logits
+        return gathered(logits, self.slicing.group)
+
     def _note_hidden(self, trunk: nn.Module, args: Any, output: Any) -> None:
         self._hidden[:] = [output[0]]
 
@@ -433,6 +449,11 @@ class CausalLMStage(nn.Module):
             self._routers_of = self.cut, router.has_routers(self.model)
         return self._routers_of[1]
 
+    def _shared_by(self, logits: Tensor) -> dist.ProcessGroup | None:
+        """Ranks that have the other logits; None: these are all."""
+        head = self.model.get_output_embeddings()
+        return None if self.slicing is None or logits.shape[-1] != len(head.weight) else self.slicing.group
+
     def loss(
         self,
         logits: Tensor,
@@ -444,7 +465,7 @@ class CausalLMStage(nn.Module):
         """Cross entropy summed over the label tokens and divided by ``num_items``, plus the router loss.
 
         Args:
-            logits: ``[B, S, V]``; of a head in slices their sums.
+            logits: ``[B, S, V]``; of a head in slices their sums; of a head that ranks share, of its rows or all.
             labels: ``[B, S]``; -100 is no label. Shifted by the model's own loss function.
             routing: the whole model's running sums of the experts, or None.
             num_items: label tokens that this loss is an average over; need not be those of ``labels`` (the share of
@@ -453,6 +474,10 @@ class CausalLMStage(nn.Module):
         """
         if self._is_sliced:
             loss = cross_entropy_of(logits, labels, num_items)
+        elif (group := self._shared_by(logits)) is not None:
+            sums = empty_sums(labels.numel(), logits.device)
+            own = add_logits(sums, logits, labels, dist.get_rank(group) * logits.shape[-1])
+            loss = cross_entropy_of(sums_of_ranks(own, group), labels, num_items)
         elif takes_pieces(self.model.loss_function, logits):
             loss = cross_entropy_in_pieces(logits, labels, num_items)
         else:

@@ -229,7 +229,7 @@ class CausalLMRunner(StageRunner):
         """
         book, losses = self._book, self._losses
         if self._wants_logits():
-            losses.outputs = logits if wanted is None else wanted
+            losses.outputs = self._stage.whole_logits(logits) if wanted is None else wanted
         num_losses = len(book.shapes) * self._num_replicas
         has_tokens = bool(book.shapes[number].tokens)
         # What only fills a short step up has no share in the router loss.
@@ -240,7 +240,7 @@ class CausalLMRunner(StageRunner):
         elif has_tokens:
             loss = self.own_loss(
                 self._stage,
-                logits,
+                self._stage.whole_logits(logits),
                 self._batch_of(live.labels, number),
                 routing,
                 num_items=num_items,
@@ -259,7 +259,9 @@ class CausalLMRunner(StageRunner):
         inspection, labels = self.inspection, live.labels
         assert inspection is not None
         loss = self._whole_loss(number, logits, labels, routing if inspection.whole_loss else None)
-        seen = None if inspection.see is None else inspection.see(logits if wanted is None else wanted, labels)
+        seen = None
+        if inspection.see is not None:
+            seen = inspection.see(self._stage.whole_logits(logits) if wanted is None else wanted, labels)
         # To the host at once: all logits of a step may be more than a GPU has room for.
         inspection.seen.append((loss, tree_map_only(Tensor, Tensor.cpu, seen)))
 
@@ -271,7 +273,8 @@ class CausalLMRunner(StageRunner):
             return torch.zeros((), dtype=torch.float64, device=self._device)
         if self.own_loss is not None and self.inspection.whole_loss:
             batch = self._batch_of(labels, number)
-            own = self.own_loss(self._stage, logits, batch, routing, num_items=count, router_share=1.0)
+            whole = self._stage.whole_logits(logits)
+            own = self.own_loss(self._stage, whole, batch, routing, num_items=count, router_share=1.0)
             return count * own.double()
         return self._stage.loss(logits, labels, routing, 1.0, router_share=count).double()
 

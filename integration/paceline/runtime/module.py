@@ -8,7 +8,7 @@ import io
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -39,7 +39,7 @@ from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_
 from ..hf.quantised import check_trainable, quantisation_of
 from ..hf.router import router_loss_of
 from ..hf.sliced_head import WHOLE_HEAD, Rows, check_head, rows_of
-from ..hf.sliced_layers import KEY, PARTIAL, Slicing, check_sizes, plan_of, slice_layer
+from ..hf.sliced_layers import KEY, PARTIAL, Slicing, check_sizes, may_slice_head, plan_of, slice_layer
 from ..hf.stage import (
     CUT,
     CausalLMStage,
@@ -387,6 +387,7 @@ class CausalLMPipeline(PipelineModule):
                 raise ValueError(exclusion("adapters", "expert_parallel").message(adapters, size))
             check_experts(whole, expert_parallel)
         self._slicing_plan: dict[str, str] = {}
+        self._slices_head = False
         if tensor_parallel > 1:
             self._check_slicing(whole)
         if whole is source and self.num_virtual_stages > 1 and quantisation_of(self.config) is None:
@@ -494,9 +495,8 @@ class CausalLMPipeline(PipelineModule):
         # In one order on all ranks that hold the same stages, each with other chunks first.
         for _, model in sorted(zip(held, self.models, strict=True), key=lambda pair: pair[0]):
             self.expert_layers |= self.spread_experts(model)
-        for model in self.models:
-            for layer in self.anatomy.layers_of(model):
-                self.slice_layer(layer)
+        if self.tensor_parallel > 1:
+            self._keep_slices()
         self.forward_funcs.append(self.stage)
         for parameter in self.parameters():
             setattr(parameter, REPLICATED, False)
@@ -529,12 +529,25 @@ class CausalLMPipeline(PipelineModule):
             raise ValueError(exclusion(SLICED, "adapters").message(*written))
         self._slicing_plan = plan_of(whole, self.anatomy)
         check_sizes(whole, self.anatomy, self._slicing_plan, self.tensor_parallel)
+        is_tied = tied_weight(whole, self.anatomy) is not None
+        self._slices_head = not is_tied and may_slice_head(whole, self.anatomy, self.tensor_parallel)
+        cut = len(self.items) if self._slices_head else -1
+        self.items[1:cut] = [replace(item, work=item.work / self.tensor_parallel) for item in self.items[1:cut]]
 
     @property
     def slicing(self) -> Slicing:
         """This rank's slice of its stage's layers."""
         group = self._grid.get_slice_parallel_group()
         return Slicing(self._grid.get_slice_parallel_rank(), self.tensor_parallel, group)
+
+    def _keep_slices(self) -> None:
+        """Keep this rank's slices of the layers here, and of the head."""
+        stages: list[CausalLMStage] = list(self.stages)  # type: ignore[arg-type]
+        for stage in stages:
+            for layer in self.anatomy.layers_of(stage.model):
+                self.slice_layer(layer)
+            if stage.cut.last and self._slices_head:
+                stage.share_head(self.slicing)
 
     def slice_layer(self, layer: nn.Module) -> None:
         """Keep this rank's slice of a decoder layer, which is whole."""
@@ -678,7 +691,11 @@ class CausalLMPipeline(PipelineModule):
 
     def describe(self) -> list[str]:
         """Where the model went, a line a stage."""
-        return _described(self.items, self.parts, self.routes, self.anatomy)
+        lines = _described(self.items, self.parts, self.routes, self.anatomy)
+        if self.tensor_parallel > 1:
+            what = "its layers and of the head" if self._slices_head else "its layers"
+            lines.append(f"{self.tensor_parallel} ranks a stage, with slices of {what}")
+        return lines
 
 
 def _pattern_of(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -394,6 +394,7 @@ class RunLog:
             "parameters": self.pipeline.total_parameters,
             "stages": self.plan.stages,
             "data_parallel": self.plan.data_parallel,
+            **({} if self.plan.tensor_parallel == 1 else {"tensor_parallel": self.plan.tensor_parallel}),
             "boundaries": self.pipeline.parts,
             "micro_batches": self.plan.micro_batches,
             "micro_batch_size": self.plan.micro_batch_size,

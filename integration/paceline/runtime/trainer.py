@@ -323,6 +323,10 @@ class PipelineTraining(_Trainer):
         replicas = self._build()._grid.data_parallel_size
         return int(self._train_batch_size * args.gradient_accumulation_steps * replicas)
 
+    def get_tp_size(self) -> int:
+        """1 in a pipeline, whose replicas are counted and not its ranks, with slices of layers as without."""
+        return 1 if self.is_pipeline else int(super().get_tp_size())
+
     # -- training ------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -399,9 +403,9 @@ class PipelineTraining(_Trainer):
         return int(unwrapped(self.model).num_parameters(only_trainable=True))
 
     def store_flos(self) -> None:
-        """Trainer adds up those of all ranks, and the stages of a pipeline have counted the same inputs."""
+        """Trainer adds up those of all ranks, and those of one pipeline have counted the same inputs."""
         if self.pipeline is not None:
-            self.current_flos /= self.pipeline.num_stages
+            self.current_flos /= self.pipeline.num_stages * self.pipeline.tensor_parallel
         super().store_flos()
 
     def _settle_losses(self, total: Tensor) -> None:
