@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from paceline.hf.model_workload import Shape
     from paceline.planning.cluster import Cluster
-    from paceline.planning.strategy import Plan, Ranking, Strategy
+    from paceline.planning.strategy import Plan, Ranking
 
 GIB = 2**30
 JOB = "paceline.launch.finetune"
@@ -33,7 +33,7 @@ def facts(args: argparse.Namespace, config: Any, shape: Shape, cluster: Cluster,
         config: of the model, as transformers has it.
     """
     here = devices_here()
-    obstacles = _obstacles(config, [plan.strategy for plan in ranking.plans])
+    obstacles = _obstacles(config, ranking.plans, half_layers=shape.half_layers)
     can_run = [rank for rank, obstacle in enumerate(obstacles) if obstacle is None]
     can_run = can_run[: args.top if args.write is not None else 1]
     shown = sorted({*range(min(args.top, len(obstacles))), *can_run})
@@ -84,8 +84,8 @@ def _plan_facts(plan: Plan, obstacle: str | None, here: int) -> dict[str, Any]:
     }
 
 
-def _obstacles(config: Any, strategies: Sequence[Strategy]) -> list[str | None]:
-    """The reason why nothing here runs each strategy; None if it runs."""
+def _obstacles(config: Any, plans: Sequence[Plan], *, half_layers: bool) -> list[str | None]:
+    """The reason why nothing here runs each plan; None if it runs."""
     from paceline.hf.weights import skeleton
     from paceline.moe.hf_experts import check_experts
     from paceline.runtime.module import has_experts
@@ -93,21 +93,40 @@ def _obstacles(config: Any, strategies: Sequence[Strategy]) -> list[str | None]:
     model = skeleton(config)
     is_moe = has_experts(model)
     refused: dict[int, str | None] = {1: None}
-    for size in {strategy.expert for strategy in strategies} - {1}:
+    for size in {plan.strategy.expert for plan in plans} - {1}:
         try:
             check_experts(model, size)
             refused[size] = None
         except ValueError as error:
             refused[size] = f"not runnable here: {error}"
     found: list[str | None] = []
-    for strategy in strategies:
-        if strategy.tensor > 1 and strategy.pipeline > 1:
-            found.append("not runnable here: DeepSpeed's tensor parallelism has no pipelines")
-        elif strategy.tensor > 1 and is_moe:
+    for plan in plans:
+        strategy = plan.strategy
+        if strategy.tensor > 1 and is_moe:
             found.append("not runnable here: DeepSpeed's tensor parallelism does not cut experts")
+        elif strategy.tensor > 1 and strategy.pipeline > 1:
+            found.append(_not_sliced(model, plan, half_layers=half_layers))
         else:
             found.append(refused[strategy.expert])
     return found
+
+
+def _not_sliced(model: Any, plan: Plan, *, half_layers: bool) -> str | None:
+    """The reason why stages of ``model`` cannot have their layers in slices; None: they can."""
+    from paceline.config import exclusion
+    from paceline.config.exclusions import HALVES, NO_FLUSH, SLICED
+    from paceline.hf.anatomy import anatomy_of
+    from paceline.hf.sliced_layers import check_sizes, plan_of
+
+    for feature, is_there in ((HALVES, half_layers), (NO_FLUSH, not plan.schedule.flushes)):
+        if is_there:
+            return f"not runnable here: {exclusion(SLICED, feature).reason}"
+    try:
+        anatomy = anatomy_of(model)
+        check_sizes(model, anatomy, plan_of(model, anatomy), plan.strategy.tensor)
+    except ValueError as error:
+        return f"not runnable here: {error}"
+    return None
 
 
 def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int, *, rebalanced: bool = False) -> dict[str, Any]:
@@ -132,6 +151,7 @@ def ds_config(plan: Mapping[str, Any], shape: Shape, zero: int, *, rebalanced: b
     config |= precision(shape)
     if plan["tensor"] > 1:
         config["tensor_parallel"] = {"autotp_size": plan["tensor"]}
+    if _is_for_a_trainer(plan):
         del config["train_batch_size"]  # DeepSpeed and the Trainer take all ranks for replicas when they check it
         if not torch.cuda.is_available():
             config["optimizer"]["params"]["torch_adam"] = True
@@ -178,12 +198,17 @@ def write(directory: Path, shown: dict[str, Any], args: argparse.Namespace, shap
         raise ValueError(f"--write {directory}: {error.strerror}; give a directory that can be written.") from None
 
 
+def _is_for_a_trainer(plan: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed's own engine runs a plan: tensor parallelism without a pipeline."""
+    return bool(plan["tensor"] > 1 and plan["pipeline"] == 1)
+
+
 def _command(plan: Mapping[str, Any], path: str, args: argparse.Namespace, cluster: Mapping[str, Any]) -> str:
     devices = plan["tensor"] * plan["pipeline"] * plan["data"]
     where = f"--num_gpus {devices}" if devices <= cluster["devices_per_node"] else "--hostfile HOSTFILE"
-    module = PATCHED if plan["tensor"] > 1 else JOB
+    module = PATCHED if _is_for_a_trainer(plan) else JOB
     command = f"deepspeed {where} --module {module} --deepspeed {shlex.quote(path)}"
-    if plan["tensor"] == 1:
+    if not _is_for_a_trainer(plan):
         model = Path(args.model)
         folder = str(model.parent) if model.name == "config.json" and model.is_file() else args.model
         command += f" --model_name_or_path {shlex.quote(folder)}"

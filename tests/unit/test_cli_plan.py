@@ -127,7 +127,7 @@ def test_why_something_cannot_run(plan: Any, monkeypatch: pytest.MonkeyPatch) ->
     shown, _ = plan("mixtral", *CLUSTER, *STEP, *argv)
     why = {found["name"]: found["why_not"] for found in shown["plans"]}
     assert not any(found["runs_here"] for found in shown["plans"])
-    assert why["tp2_pp2_dp128_ep1"] == "not runnable here: DeepSpeed's tensor parallelism has no pipelines"
+    assert why["tp2_pp2_dp128_ep1"] == "not runnable here: DeepSpeed's tensor parallelism does not cut experts"
     assert why["tp1_pp1_dp512_ep2"].startswith("not runnable here: expert_parallel.autoep_size is 2: ")
     assert why["tp1_pp1_dp512_ep1"].startswith("needs 512 devices, there are ")
 
@@ -181,6 +181,24 @@ def test_a_tensor_parallel_file_is_for_a_trainer(plan: Any, tmp_path: Path) -> N
     # Neither DeepSpeed nor the Trainer counts tensor-parallel ranks as one when it checks the product.
     assert not {"paceline", "bf16", "fp16", "train_batch_size"} & set(config)
     assert "--module paceline.launch.patched YOUR_TRAINER_SCRIPT.py --deepspeed " in found["command"]
+
+
+def test_a_pipeline_of_slices_is_for_the_job(plan: Any, tmp_path: Path) -> None:
+    argv = ["--devices", "4", *CLUSTER[2:], *STEP, "--write", str(tmp_path / "plans"), "--json", "--top", "99"]
+    shown, _ = plan("llama", *argv, "--late-gradients")
+    rows = {found["name"]: found for found in shown["plans"]}
+    found = rows["tp2_pp2_dp1_ep1"]
+    config = json.loads(Path(found["file"]).read_text())
+    assert config["tensor_parallel"] == {"autotp_size": 2}
+    assert config["train_batch_size"] == 16
+    assert config["paceline"]["pipeline"]["stages"] == 2
+    assert " --module paceline.launch.finetune --deepspeed " in found["command"]
+    late = [row["why_not"] for row in shown["plans"] if row["tensor"] > 1 and "schedule" in row]
+    assert late
+    assert set(late) == {"not runnable here: slices of layers were tried with steps that end in a flush only"}
+    halves, _ = plan("llama", *argv, "--half-layers")
+    rows = {found["name"]: found["why_not"] for found in halves["plans"]}
+    assert rows["tp2_pp2_dp1_ep1"] == "not runnable here: layers are cut in one way"
 
 
 def test_what_does_not_fit(plan: Any) -> None:
