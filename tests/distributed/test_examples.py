@@ -31,6 +31,7 @@ LOOPS = {
     "unequal_replicas": [],
     "asynchronous": [],
     "natural_gradient": [],
+    "slices": [],
     "experts": ["--family", "mixtral"],
 }
 TRAINERS = {"trainer": ["trainer.py"], "lora": ["trainer.py", "--lora"], "sft": ["sft.py"]}

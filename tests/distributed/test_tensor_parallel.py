@@ -284,7 +284,10 @@ def test_models_that_cannot_be_sliced_are_refused() -> None:
         "GPT2LMHeadModel (model type 'gpt2') cannot have its layers in slices: transformers has no plan for it "
         "(base_model_tp_plan of GPT2Config); leave tensor_parallel.autotp_size out, or take another model."
     )
-    assert "its layers.3.mlp.experts is cut as 'moe_tp_experts', and linear layers can be cut" in mixtral
+    assert mixtral == (
+        "tensor_parallel.autotp_size is 2 and the MixtralForCausalLM has experts: experts are not sliced, nor what is "
+        "around them; leave autotp_size out, and take expert_parallel."
+    )
     assert heads == (
         "tensor_parallel.autotp_size is 4: it must divide the 2 heads of self_attn.k_proj in LlamaForCausalLM; choose "
         "a divisor."

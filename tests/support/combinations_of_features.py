@@ -86,6 +86,7 @@ FEATURES: dict[str, Feature] = {
     "half layers": Feature({"paceline": {"pipeline": {"half_layers": True}}}),
     "head slices": Feature({"paceline": {"pipeline": {"head_slices": 4}}}),
     "compile": Feature({"paceline": {"pipeline": {"compile": {"backend": "aot_eager"}}}}),
+    "tensor parallelism": Feature({"tensor_parallel": {"autotp_size": 2}}),
     "unequal replicas": Feature({"paceline": {"pipeline": {"unequal_replicas": {"micro_batches": [2, 6]}}}}),
     "ZeRO 1": Feature({"zero_optimization": {"stage": 1}}),
     "bf16": Feature({"bf16": {"enabled": True}}, changes_numbers=True, is_exact=False),
@@ -225,7 +226,7 @@ def _build(cell: Iterable[str], *, alone: bool, light: str) -> tuple[Any, dict[s
     hf_config = model_config(family, max_position_embeddings=LENGTH, **{**base, **known})
     counts = [f for f in features if f.changes_numbers or not alone]
     asked = merged(*(f.config for f in counts)) or {}
-    steps = 8 if alone else 4
+    steps = 8 if alone or "tensor_parallel" in asked else 4  # then there is one replica
     config = ds_config(1 if alone else STAGES, gradient_accumulation_steps=steps, optimizer=SGD)
     config = merged({key: value for key, value in config.items() if key not in asked or key == "paceline"}, asked)
     assert config is not None

@@ -198,7 +198,7 @@ def test_a_pipeline_of_slices_is_for_the_job(plan: Any, tmp_path: Path) -> None:
     assert set(late) == {"not runnable here: slices of layers were tried with steps that end in a flush only"}
     halves, _ = plan("llama", *argv, "--half-layers")
     rows = {found["name"]: found["why_not"] for found in halves["plans"]}
-    assert rows["tp2_pp2_dp1_ep1"] == "not runnable here: layers are cut in one way"
+    assert rows["tp2_pp2_dp1_ep1"] == "not runnable here: layers in slices are cut between whole layers only"
 
 
 def test_what_does_not_fit(plan: Any) -> None:

@@ -211,8 +211,8 @@ def test_boundaries_tell_the_stages():
         ),
         (
             stages(2) | {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
-            "expert_parallel.autoep_size is 2: it must divide the 1 replicas of each stage (ranks / stages); choose a "
-            "divisor, or other stages.",
+            "tensor_parallel.autotp_size is 2 and expert_parallel.autoep_size is 2: experts are not sliced, nor what "
+            "is around them; leave one of them out.",
         ),
         (
             stages(4) | {"tensor_parallel": {"autotp_size": 2}},

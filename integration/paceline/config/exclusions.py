@@ -29,7 +29,7 @@ HEAD = "head_slices"
 COMPILED = "compile"
 ROUTER_LOSS = "a router's loss"
 RECOMPUTED = "activation checkpointing of a model with experts"
-SLICED = "tensor parallelism in a pipeline"
+SLICED, EXPERTS = "tensor parallelism in a pipeline", "a model with experts"
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,7 @@ FEATURES: dict[str, _Finder] = {
     "adapters": _known_later,
     ROUTER_LOSS: _known_later,
     RECOMPUTED: _known_later,
+    EXPERTS: _known_later,
 }
 """By name, how a feature is found and quoted."""
 
@@ -431,10 +432,10 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         Exclusion(SLICED, feature, reason, "leave one of them out", NOT_BUILT)
         for feature, reason in (
             (NO_FLUSH, "slices of layers were tried with steps that end in a flush only"),
-            ("expert_parallel", "experts are spread whole"),
-            (UNEQUAL, "shares were tried with whole layers only"),
-            (HALVES, "layers are cut in one way"),
-            (HEAD, "every rank of a stage has the whole head"),
+            ("expert_parallel", "experts are not sliced, nor what is around them"),
+            (UNEQUAL, "replicas were compared with whole layers only"),
+            (HALVES, "layers in slices are cut between whole layers only"),
+            (HEAD, "ranks with slices of a stage share the head already"),
             ('"hetero"', "times and moves are known of whole layers only"),
             ('"plan" or "fit"', "what stages take is predicted with whole layers only"),
             (COMPILED, "what passes between slices passes in hooks"),
@@ -443,6 +444,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             ("averaging", "islands average whole parameters"),
             ("adapters", "adapters are trained in whole layers"),
         )
+    ),
+    Exclusion(
+        SLICED,
+        EXPERTS,
+        "experts are not sliced, nor what is around them",
+        "leave autotp_size out, and take expert_parallel",
+        NOT_BUILT,
     ),
     Exclusion(
         SLICED,

@@ -88,7 +88,8 @@ def resolve(
     )
     if why:
         chosen[STAGES] = Choice(stages, why)
-    expert_parallel = resolve_expert_parallel(config.pop(EXPERT_PARALLEL, {}), ranks // stages)
+    replicas = ranks // stages if tensor_parallel == 1 else None  # with slices it has to be 1 anyway
+    expert_parallel = resolve_expert_parallel(config.pop(EXPERT_PARALLEL, {}), replicas)
     check_features(config, section, expert_parallel, tensor_parallel)
 
     blocks = blocks_per_layer(section)

@@ -152,7 +152,7 @@ def search(
         recomputed: the same workload with all layers recomputed, for strategies that do not fit otherwise: of these as
             few layers are as it takes. Models with experts have no schedule without a flush then.
         sliced: the same workload with the head in slices. Stages of 1F1B share them where that is clearly faster, or
-            where nothing fits otherwise; not with tensor parallelism, whose engine has no pipelines.
+            where nothing fits otherwise; not with tensor parallelism, whose ranks share the head already.
 
     Raises:
         ValueError: a step takes longer than a number can say.
@@ -210,8 +210,8 @@ def plan_of(
     """One strategy: its partition, memory and step time, or why it cannot be.
 
     Args:
-        recomputed: as of :func:`search`. All layers are recomputed, or none, with tensor parallelism, whose engine has
-            no choice, and without a flush.
+        recomputed: as of :func:`search`. All layers are recomputed, or none, with tensor parallelism and without a
+            flush.
 
     Raises:
         ValueError: a step takes longer than a number can say.

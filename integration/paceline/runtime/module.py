@@ -27,7 +27,7 @@ from ..comm.control import ControlPlane
 from ..comm.groups import new_group
 from ..comm.transport import TIMEOUT
 from ..config import exclusion
-from ..config.exclusions import HEAD, ROUTER_LOSS, SLICED
+from ..config.exclusions import EXPERTS, HEAD, ROUTER_LOSS, SLICED
 from ..config.section import HETERO, WORK, Method, check_method
 from ..hf.anatomy import Anatomy, anatomy_of
 from ..hf.check import require_halves, require_slices
@@ -527,6 +527,9 @@ class CausalLMPipeline(PipelineModule):
         if self.adapters is not None:
             written = f"{KEY} is {self.tensor_parallel}", f"the model has {self.adapters.method} adapters"
             raise ValueError(exclusion(SLICED, "adapters").message(*written))
+        if self.has_experts:
+            written = f"{KEY} is {self.tensor_parallel}", f"the {type(whole).__name__} has experts"
+            raise ValueError(exclusion(SLICED, EXPERTS).message(*written))
         self._slicing_plan = plan_of(whole, self.anatomy)
         check_sizes(whole, self.anatomy, self._slicing_plan, self.tensor_parallel)
         is_tied = tied_weight(whole, self.anatomy) is not None
