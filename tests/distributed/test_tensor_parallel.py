@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.checkpoint import Checkpoint
 from paceline.checkpoint.export import export_checkpoint
-from support.jobs import MICRO_BATCHES, ds_config, model_config, step_batches, train, train_alone
+from support.jobs import LAYERS, MICRO_BATCHES, ds_config, model_config, step_batches, train, train_alone
 from support.ranks import OneAfterAnother, on, run_ranks
 from support.saves import assert_same_tensors
 
@@ -141,6 +141,30 @@ def test_an_evaluation_sees_the_logits_of_all_rows() -> None:
         assert len(rank) >= 2 * MICRO_BATCHES
         for ours, theirs in zip(rank, wanted, strict=False):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def with_dropout() -> dict[str, torch.Tensor]:
+    """Weights after a few steps of a model that drops hidden states, where each rank has a seed of its own."""
+    import paceline
+
+    torch.manual_seed(int(os.environ["RANK"]))
+    config = ds_config(
+        gradient_accumulation_steps=MICRO_BATCHES,
+        tensor_parallel={"autotp_size": 2},
+        paceline={"pipeline": {"stages": 1}},
+    )
+    model = model_config("gpt_neox", hidden_dropout=0.2, attention_dropout=0.2)
+    engine, *_ = paceline.initialize(model=model, config=config)
+    for step in range(2):
+        engine.train_batch(iter(step_batches(step)))
+    return {name: weight.detach().clone() for name, weight in engine.module.stage.model.named_parameters()}
+
+
+def test_what_is_whole_stays_equal_under_dropout() -> None:
+    one, other = run_ranks(with_dropout, 2)
+    whole = [name for name in one if "norm" in name or "embed" in name]
+    assert len(whole) > 2 * LAYERS
+    assert [name for name in whole if not torch.equal(one[name], other[name])] == []
 
 
 # -- checkpoints and exports ------------------------------------------------------------------------------------------

@@ -7,7 +7,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..comm.control import Gather
 from ..state.rank_states import RankStates
+
+
+def draw_alike(gather: Gather, rank: int, first: int, device: torch.device) -> None:
+    """Have torch's global generators go on as those of another rank, ``first``. Collective.
+
+    Ranks with slices of the same layers drop the same of what all of them have, whatever seeds a script has given them.
+    """
+    own = [torch.get_rng_state()]
+    if device.type == "cuda":
+        own.append(torch.cuda.get_rng_state(device))
+    told = gather(own)[first]
+    if rank != first:
+        torch.set_rng_state(told[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(told[1], device)
 
 
 class OwnRandom:
