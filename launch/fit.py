@@ -102,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     items = shared_memory(
         config, items, resolved.expert_parallel, resolved.num_copies, half_layers=resolved.half_layers
     )
+    if resolved.tensor_parallel > 1:
+        items = _in_slices(config, items, resolved.tensor_parallel)
     if resolved.head_slices > 1:
         items = with_head_slices(items, resolved.head_slices)
     choice = resolved.schedule
@@ -125,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
     shown = {
         "stages": resolved.stages,
         "data_parallel": resolved.data_parallel,
+        **({} if resolved.tensor_parallel == 1 else {"tensor_parallel": resolved.tensor_parallel}),
         "zero": int(states.shard),
         "weight_bytes": states.weight_bytes,
         "micro_batch_size": resolved.micro_batch_size,
@@ -154,6 +157,25 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return FITS_NOT if short else FITS
+
+
+def _in_slices(config: Any, items: Sequence[ItemMemory], size: int) -> list[ItemMemory]:
+    """Memory of the items where so many ranks have slices of each layer.
+
+    Raises:
+        ValueError: they cannot have them.
+    """
+    from paceline.hf.anatomy import anatomy_of
+    from paceline.hf.sliced_layers import plan_of_slices, shares_head
+    from paceline.hf.weights import skeleton
+    from paceline.planning.strategy_memory import in_slices
+
+    model = skeleton(config)
+    anatomy = anatomy_of(model)
+    plan_of_slices(model, anatomy, size)
+    embedding, *layers, head = items
+    layers = [in_slices(layer, size, is_head=False) for layer in layers]
+    return [embedding, *layers, in_slices(head, size, is_head=True) if shares_head(model, anatomy, size) else head]
 
 
 def _dtype(states: States) -> torch.dtype:
@@ -390,8 +412,9 @@ def _spans(row: dict[str, Any]) -> str:
 
 def _text(shown: dict[str, Any]) -> str:
     width = max(9, *(len(_spans(row)) for row in shown["memory"]))
+    slices = f"{shown['tensor_parallel']} tensor parallel x " if "tensor_parallel" in shown else ""
     lines = [
-        f"{shown['stages']} stages x {shown['data_parallel']} data parallel, ZeRO {shown['zero']}, "
+        f"{shown['stages']} stages x {slices}{shown['data_parallel']} data parallel, ZeRO {shown['zero']}, "
         f"{shown['schedule']}, {shown['micro_batches']} micro-batches of {shown['micro_batch_size']} x "
         f"{shown['sequence_length']} tokens; GiB:",
         f"{'stage':>5} {'items':>{width}} {'live':>5}" + "".join(f" {name:>11}" for name in (*PARTS, "total", "limit")),

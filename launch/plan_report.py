@@ -116,14 +116,13 @@ def _not_sliced(model: Any, plan: Plan, *, half_layers: bool) -> str | None:
     from paceline.config import exclusion
     from paceline.config.exclusions import HALVES, NO_FLUSH, SLICED
     from paceline.hf.anatomy import anatomy_of
-    from paceline.hf.sliced_layers import check_sizes, plan_of
+    from paceline.hf.sliced_layers import plan_of_slices
 
     for feature, is_there in ((HALVES, half_layers), (NO_FLUSH, not plan.schedule.flushes)):
         if is_there:
             return f"not runnable here: {exclusion(SLICED, feature).reason}"
     try:
-        anatomy = anatomy_of(model)
-        check_sizes(model, anatomy, plan_of(model, anatomy), plan.strategy.tensor)
+        plan_of_slices(model, anatomy_of(model), plan.strategy.tensor)
     except ValueError as error:
         return f"not runnable here: {error}"
     return None

@@ -97,6 +97,23 @@ def test_experts_are_placed_where_the_prediction_took_them_to_be(plans: Any, tmp
     assert (ran["micro_batch_size"], ran["micro_batches"]) == (2, 2)
 
 
+def test_a_plan_of_layers_in_slices_starts(plans: Any, tmp_path: Path) -> None:
+    folder, _ = plans["llama"]
+    argv = ["--devices", "4", *CLUSTER[2:], *STEP, "--write", str(tmp_path / "plans")]
+    assert main(["plan", str(folder), *argv]) == 0
+    values = {**TINY, "config_overrides": str(TINY["config_overrides"]) + OVERRIDES["llama"], "max_steps": 2}
+    values |= {"eval_strategy": "no", "save_strategy": "no", "deepspeed": tmp_path / "plans" / "tp2_pp2_dp1_ep1.json"}
+    output = tmp_path / "model"
+    ranks = run_ranks(finetune, 4, flags(**values, output_dir=output))
+    assert {code for code, _ in ranks} == {0}, ranks
+    ran = json.loads((output / "summary.json").read_text())
+    assert (ran["stages"], ran["tensor_parallel"], ran["data_parallel"]) == (2, 2, 1)
+    held = [rank["parameters"] for rank in ran["ranks"]]
+    assert held[0] == held[1]
+    assert held[2] == held[3]
+    assert ran["parameters"] / 2 < sum(held[::2]) < ran["parameters"], "the embedding is whole, and so are norms"
+
+
 def test_a_tensor_parallel_plan_starts_under_a_trainer(plans: Any, tmp_path: Path) -> None:
     folder, files = plans["llama"]
     found = tmp_path / "found.json"

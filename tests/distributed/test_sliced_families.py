@@ -18,7 +18,7 @@ def differences() -> dict[str, Any]:
     """By family, on each of two ranks: the largest difference of loss and gradients, or why layers stay whole."""
     from paceline.hf.anatomy import UnsupportedModelError, anatomy_of
     from paceline.hf.family_configs import causal_lm_configs, tiny_configs
-    from paceline.hf.sliced_layers import Slicing, check_sizes, plan_of
+    from paceline.hf.sliced_layers import Slicing, plan_of_slices
     from paceline.hf.weights import skeleton
 
     dist.init_process_group("gloo")
@@ -33,8 +33,7 @@ def differences() -> dict[str, Any]:
         except Exception:  # no pipeline at all, as other tests say
             continue
         try:
-            plan = plan_of(model, anatomy)
-            check_sizes(model, anatomy, plan, 2)
+            plan = plan_of_slices(model, anatomy, 2)
         except UnsupportedModelError as error:
             found[config_class.model_type] = str(error)
             continue

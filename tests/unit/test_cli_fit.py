@@ -71,6 +71,22 @@ def test_every_stage_and_what_it_needs(fit: Any) -> None:
     assert shown["memory"][-1]["working"] == 2 * 128 * 500 * 8  # logits and their gradient
 
 
+def test_layers_in_slices(fit: Any, tmp_path: Path) -> None:
+    memory = ["--device-memory-gib", "1", "--json"]
+    whole, _ = fit(ds(), "--world-size", "3", *memory)
+    sliced, _ = fit(ds(tensor_parallel={"autotp_size": 2}), "--world-size", "6", *memory)
+    assert (sliced["stages"], sliced["tensor_parallel"], sliced["data_parallel"]) == (3, 2, 1)
+    (first, middle, last), (of_first, of_middle, of_last) = sliced["memory"], whole["memory"]
+    assert middle["weights"] == of_middle["weights"] / 2
+    assert of_first["weights"] / 2 < first["weights"] < of_first["weights"], "the embedding is whole"
+    assert last["working"] == of_last["working"] / 2, "logits are of half of the rows"
+    assert middle["activations"] < of_middle["activations"]
+    text, _ = fit(ds(tensor_parallel={"autotp_size": 2}), "--world-size", "6", *memory[:2])
+    assert text.startswith("3 stages x 2 tensor parallel x 1 data parallel, ")
+    _, err = fit(ds(tensor_parallel={"autotp_size": 4}), "--world-size", "12", *memory, status=2)
+    assert "tensor_parallel.autotp_size is 4: it must divide the 2 heads of self_attn.k_proj" in err
+
+
 def test_recomputed_layers(fit: Any) -> None:
     """As the JSON says: some of each stage, or as few as it takes; the table is of what a run then needs."""
     argv = ("--world-size", "3", "--json")

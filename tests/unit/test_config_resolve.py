@@ -216,8 +216,8 @@ def test_boundaries_tell_the_stages():
         ),
         (
             stages(4) | {"tensor_parallel": {"autotp_size": 2}},
-            "paceline.pipeline.stages is 4 and there are 2 ranks: stages must divide the ranks; write one of [1, 2], "
-            "or start another number of ranks.",
+            "paceline.pipeline.stages is 4 and there are 2 groups of 2 ranks: stages must divide the ranks; write one "
+            "of [1, 2], or start another number of ranks.",
         ),
         (
             stages(2) | {"expert_parallel": {"enabled": True, "autoep_size": 3}},

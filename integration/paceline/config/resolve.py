@@ -85,6 +85,7 @@ def resolve(
         num_layers=num_layers,
         state_bytes=state_bytes,
         device_bytes=device_bytes,
+        num_slices=tensor_parallel,
     )
     if why:
         chosen[STAGES] = Choice(stages, why)

@@ -40,12 +40,13 @@ def resolve_stages(
     num_layers: int,
     state_bytes: int | None,
     device_bytes: int | None,
+    num_slices: int = 1,
 ) -> tuple[int, str]:
     """Number of stages, and why if it was chosen (empty if the JSON says it).
 
     In this order: ``paceline.pipeline.stages``, DeepSpeed's ``pipeline.stages`` (which DeepSpeed parses and ignores),
     as many as an explicit partition has, :func:`choose_stages`. Arguments as of
-    :func:`~paceline.config.resolve`.
+    :func:`~paceline.config.resolve`, but ranks that have slices of the same layers, ``num_slices`` of them, count once.
     A schedule with several directions has orders for some numbers only; of these the largest is chosen.
     """
     has_directions = schedule_type(section) == MULTIDIRECTION
@@ -55,7 +56,8 @@ def resolve_stages(
     num_blocks = num_layers * blocks_per_layer(section) + head_slices(section) - 1
     usable = [s for s in divisors(world_size) if s * a_rank <= num_blocks]
     blocks = _named_blocks(section, num_layers)
-    limits = f"{world_size} ranks and {blocks}"
+    ranks = f"{world_size} ranks" if num_slices == 1 else f"{world_size} groups of {num_slices} ranks"
+    limits = f"{ranks} and {blocks}"
     if has_directions:
         usable = _with_directions(usable, limits, asked)
     if not usable:  # several stages on each rank
@@ -86,8 +88,8 @@ def resolve_stages(
         _check_directions(value, stages, f"{limits} allow {usable}", asked)
     if world_size % stages:
         raise ValueError(
-            f"{value} and there are {world_size} ranks: stages must divide the ranks; write one of {usable}, or start "
-            "another number of ranks."
+            f"{value} and there are {ranks}: stages must divide the ranks; write one of {usable}, or start another "
+            "number of ranks."
         )
     if stages * a_rank > num_blocks:
         chunks = f" with {a_rank} stages on each rank" if a_rank > 1 else ""

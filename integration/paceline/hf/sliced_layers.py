@@ -100,8 +100,13 @@ def plan_of(model: PreTrainedModel, anatomy: Anatomy) -> dict[str, str]:
     return plan
 
 
-def check_sizes(model: PreTrainedModel, anatomy: Anatomy, plan: Mapping[str, str], size: int) -> None:
-    """Raise ValueError if linear layers of ``model`` cannot be cut into ``size`` equal slices of whole heads."""
+def plan_of_slices(model: PreTrainedModel, anatomy: Anatomy, size: int) -> dict[str, str]:
+    """:func:`plan_of` a model whose linear layers can be cut into ``size`` equal slices of whole heads.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    plan = plan_of(model, anatomy)
     for layer in anatomy.layers_of(model):
         for name, module in layer.named_modules():
             style = _style(plan, name)
@@ -120,6 +125,11 @@ def check_sizes(model: PreTrainedModel, anatomy: Anatomy, plan: Mapping[str, str
                 raise ValueError(
                     f"{KEY} is {size}: it must divide the {what} of {name} in {type(model).__name__}; choose a divisor."
                 )
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(model.config.get_text_config(), key, None)
+        if isinstance(count, int) and count % size:  # of heads whose widths differ
+            raise ValueError(f"{KEY} is {size}: it must divide {key}, which is {count}; choose a divisor.")
+    return plan
 
 
 def _style(plan: Mapping[str, str], name: str) -> str | None:
@@ -144,9 +154,12 @@ def slice_layer(layer: nn.Module, plan: Mapping[str, str], slicing: Slicing) -> 
             _keep_inputs(module, slicing, splits=style == ROWS_OF_WHOLE)
 
 
-def may_slice_head(model: PreTrainedModel, anatomy: Anatomy, size: int) -> bool:
-    """Whether each of ``size`` ranks can have as many rows of the head of ``model``, which is not the embedding's."""
+def shares_head(model: PreTrainedModel, anatomy: Anatomy, size: int) -> bool:
+    """Whether each of ``size`` ranks has as many rows of the head of ``model``, whose weight is not the embedding's."""
     head = model.get_output_embeddings()
+    embedding = f"{anatomy.trunk}.{anatomy.embedding}.weight"
+    if embedding in {name for pair in (model.all_tied_weights_keys or {}).items() for name in pair}:
+        return False
     try:
         check_head(model, replace(anatomy, head_slices=size))
     except UnsupportedModelError:

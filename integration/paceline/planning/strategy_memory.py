@@ -62,17 +62,9 @@ def share_of(strategy: Strategy, workload: Workload, schedule: PipelineSchedule 
         count = memory.num_parameters - item.expert_parameters
         if index == last and (strategy.pipeline == 1 or schedule.chunks > 1):
             count -= workload.tied_parameters
-        saved = memory.saved_bytes
+        memory = memory._replace(num_parameters=count, tied_parameters=0)
         if index and tensor > 1:  # the embedding is on every rank
-            count = -(-count // tensor)
-            blocks = workload.blocks_per_layer if index < last else 1
-            whole = min(saved, WHOLE_ACTIVATIONS / blocks * memory.output_bytes)
-            saved = whole + (saved - whole) / tensor
-        working = memory.working_bytes / (tensor if index == last else 1)
-        again = memory.again_bytes / tensor  # nearly all of it
-        memory = memory._replace(
-            num_parameters=count, saved_bytes=saved, working_bytes=working, again_bytes=again, tied_parameters=0
-        )
+            memory = in_slices(memory, tensor, is_head=index == last, blocks_per_layer=workload.blocks_per_layer)
         items.append(memory)
         held = item.expert_parameters * workload.most_experts(strategy.expert)
         experts.append(-(-held // (max(1, workload.num_experts) * tensor)))
@@ -86,6 +78,18 @@ def share_of(strategy: Strategy, workload: Workload, schedule: PipelineSchedule 
         tuple(experts),
         replace(states, data_parallel=strategy.data),
         replace(states, data_parallel=strategy.expert_data),
+    )
+
+
+def in_slices(item: ItemMemory, size: int, *, is_head: bool, blocks_per_layer: int = 1) -> ItemMemory:
+    """A decoder layer or head of which each of ``size`` ranks has a slice."""
+    saved, blocks = item.saved_bytes, 1 if is_head else blocks_per_layer
+    whole = min(saved, WHOLE_ACTIVATIONS / blocks * item.output_bytes)
+    return item._replace(
+        num_parameters=-(-item.num_parameters // size),
+        saved_bytes=whole + (saved - whole) / size,
+        working_bytes=item.working_bytes / (size if is_head else 1),
+        again_bytes=item.again_bytes / size,  # nearly all of it
     )
 
 

@@ -39,7 +39,7 @@ from ..hf.peft import Adapters, adapters_of, cast, check_drawn, inject, resolve_
 from ..hf.quantised import check_trainable, quantisation_of
 from ..hf.router import router_loss_of
 from ..hf.sliced_head import WHOLE_HEAD, Rows, check_head, rows_of
-from ..hf.sliced_layers import KEY, PARTIAL, Slicing, check_sizes, may_slice_head, plan_of, slice_layer
+from ..hf.sliced_layers import KEY, PARTIAL, Slicing, plan_of_slices, shares_head, slice_layer
 from ..hf.stage import (
     CUT,
     CausalLMStage,
@@ -530,10 +530,8 @@ class CausalLMPipeline(PipelineModule):
         if self.has_experts:
             written = f"{KEY} is {self.tensor_parallel}", f"the {type(whole).__name__} has experts"
             raise ValueError(exclusion(SLICED, EXPERTS).message(*written))
-        self._slicing_plan = plan_of(whole, self.anatomy)
-        check_sizes(whole, self.anatomy, self._slicing_plan, self.tensor_parallel)
-        is_tied = tied_weight(whole, self.anatomy) is not None
-        self._slices_head = not is_tied and may_slice_head(whole, self.anatomy, self.tensor_parallel)
+        self._slicing_plan = plan_of_slices(whole, self.anatomy, self.tensor_parallel)
+        self._slices_head = shares_head(whole, self.anatomy, self.tensor_parallel)
         cut = len(self.items) if self._slices_head else -1
         self.items[1:cut] = [replace(item, work=item.work / self.tensor_parallel) for item in self.items[1:cut]]
 

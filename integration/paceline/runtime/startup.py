@@ -140,7 +140,7 @@ def plan_for(
     whole_ranks: _Room = {**room, "world_size": world_size // slices}
 
     def filled(config: Mapping[str, object], max_steps: int | None, section: PacelineConfig = section) -> RunPlan:
-        stages, _ = resolve_stages(section, config, **whole_ranks)
+        stages, _ = resolve_stages(section, config, **whole_ranks, num_slices=slices)
         complete = fill_auto(
             config,
             args,
