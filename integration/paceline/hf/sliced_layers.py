@@ -92,6 +92,9 @@ def plan_of(model: PreTrainedModel, anatomy: Anatomy) -> dict[str, str]:
                 reason = f"its layers.{index}.{name} is cut as {style!r}, and linear layers can be cut"
             elif style != SUMMED and type(module) is not nn.Linear:
                 reason = f"its layers.{index}.{name} is a {type(module).__name__}, and a torch.nn.Linear can be cut"
+            owner = name.rpartition(".")[0]
+            for own, _ in layer.get_submodule(owner).named_parameters(recurse=False):
+                reason = f"its layers.{index}.{owner} has {own!r}, which the plan does not cut"
     if reason:
         raise UnsupportedModelError(
             f"{type(model).__name__} (model type {model.config.model_type!r}) cannot have its layers in slices: "
