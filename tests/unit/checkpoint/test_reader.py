@@ -254,3 +254,39 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
     Ranks(2).save(tmp_path, "one", pieces)
     with pytest.raises(CheckpointError, match="ranks disagree on master of weight"):
         Checkpoint.open(tmp_path / "one")
+
+
+def in_columns(whole: torch.Tensor, world_size: int) -> list[list[Piece]]:
+    """Each rank has some columns of all rows, in two pieces."""
+    width, half = whole.shape[1] // world_size, len(whole) // 2
+    return [
+        [
+            Piece(
+                "w",
+                "master",
+                whole[a:b, rank * width : (rank + 1) * width].contiguous(),
+                a,
+                (*whole.shape,),
+                rank * width,
+            )
+            for a, b in ((0, half), (half, len(whole)))
+        ]
+        for rank in range(world_size)
+    ]
+
+
+def test_columns_of_several_ranks_are_one_tensor(tmp_path: Path) -> None:
+    whole = torch.arange(5 * 6 * 2.0).reshape(5, 6, 2)
+    assert Ranks(3).save(tmp_path, "one", in_columns(whole, 3)) == [None] * 3
+    checkpoint = Checkpoint.open(tmp_path / "one")
+    assert checkpoint.shape("w") == (5, 6, 2)
+    for start, stop in ((0, 5), (1, 2), (1, 4), (3, 3)):
+        assert torch.equal(checkpoint.read("w", "master", start, stop), whole[start:stop])
+
+
+def test_columns_that_are_not_there_are_named(tmp_path: Path) -> None:
+    pieces = in_columns(torch.ones(4, 6), 3)
+    pieces[1].clear()
+    assert Ranks(3).save(tmp_path, "one", pieces) == [None] * 3
+    with pytest.raises(ValueError, match=r"one has 4 of the 6 columns of master of w\.$"):
+        Checkpoint.open(tmp_path / "one").read("w", "master")

@@ -154,6 +154,8 @@ def test_pieces_that_cannot_be(tmp_path: Path) -> None:
         ([Piece("w", "master", rows, 5, (6, 3))], "a piece of shape .2, 3. from row 5 is no part of .6, 3."),
         ([Piece("w", "master", rows, 0, (6, 4))], "is no part of"),
         ([Piece("w", "step", torch.tensor(1.0), 1)], "is no part of"),
+        ([Piece("w", "master", rows, 0, (6, 4), 2)], "is no part of"),
+        ([Piece("w", "master", rows, 0, (6, 4, 2), 0)], "is no part of"),
         ([Piece("w", "master", rows), Piece("w", "master", rows)], "master of w from row 0 is there twice"),
         ([Piece("w", "master", rows.to(torch.complex128))], "complex128, which a checkpoint cannot hold"),
     ):
