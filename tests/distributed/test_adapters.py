@@ -115,7 +115,8 @@ def make_engine(
 ) -> Any:
     import paceline
 
-    replicas = int(os.environ["WORLD_SIZE"]) // stages
+    slices = (more or {}).get("tensor_parallel", {}).get("autotp_size", 1)
+    replicas = int(os.environ["WORLD_SIZE"]) // stages // slices
     pipeline = {"stages": stages, "partition": partition, "schedule": schedule}
     config = ds_config(
         gradient_accumulation_steps=MICRO_BATCHES // replicas,
@@ -519,6 +520,40 @@ def test_adapters_move_with_their_layers(kind: str, zero: int) -> None:
     ranks = run_ranks(moved, 2, [[0, 3, 6], [0, 2, 6], [0, 4, 6]], adapters=kind, zero=zero)
     assert_same(ranks, reference(adapters=kind))
     assert ranks[0]["moves"] == STEPS - 1
+
+
+SLICES = {"tensor_parallel": {"autotp_size": 2}}
+
+
+def test_lora_in_slices(tmp_path: Path) -> None:
+    """Two ranks a stage: numbers, the file that is exported, and layers that move."""
+    from safetensors.torch import load_file
+
+    stock, ours = (str(tmp_path / name) for name in ("stock", "ours"))
+    (wanted,) = run_ranks(train_alone, 1, adapters="lora", clipping=0.5, save=stock)
+    stayed = run_ranks(train, 4, 2, adapters="lora", clipping=0.5, more=SLICES, export_to=ours)
+    went = run_ranks(moved, 4, [[0, 3, 6], [0, 2, 6], [0, 4, 6]], adapters="lora", clipping=0.5, more=SLICES)
+    for rank in (*stayed, *went):
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=4e-6)
+        assert rank["norms"] == pytest.approx(wanted["norms"], rel=4e-5)
+    assert [rank["losses"] for rank in went] == [rank["losses"] for rank in stayed]
+    found, whole = (load_file(f"{folder}/adapter_model.safetensors") for folder in (ours, stock))
+    assert found.keys() == whole.keys()
+    for name in whole:
+        torch.testing.assert_close(found[name], whole[name], rtol=0, atol=2e-4, msg=name)
+
+
+def refused_in_slices(kind: str) -> str:
+    with pytest.raises(ValueError, match="cannot have its layers in slices") as raised:
+        make_engine(1, adapters=kind, more=SLICES)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["dora", "ia3"])
+def test_other_adapters_are_not_sliced(kind: str) -> None:
+    (message, other) = run_ranks(refused_in_slices, 2, kind)
+    assert message == other
+    assert "and a torch.nn.Linear can be cut, or one with plain LoRA; leave tensor_parallel" in message
 
 
 # -- together with the rest --------------------------------------------------------------------------------------------

@@ -442,7 +442,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             ("natural_gradient", "factors of the gradients are those of a whole layer"),
             ("max_change", "changes are limited by whole layers"),
             ("averaging", "islands average whole parameters"),
-            ("adapters", "adapters are trained in whole layers"),
         )
     ),
     Exclusion(

@@ -90,8 +90,11 @@ def plan_of(model: PreTrainedModel, anatomy: Anatomy) -> dict[str, str]:
                 continue
             if style not in STYLES:
                 reason = f"its layers.{index}.{name} is cut as {style!r}, and linear layers can be cut"
-            elif style != SUMMED and type(module) is not nn.Linear:
-                reason = f"its layers.{index}.{name} is a {type(module).__name__}, and a torch.nn.Linear can be cut"
+            elif style != SUMMED and not _is_linear(module):
+                kind = f"{type(module).__module__}.{type(module).__name__}"
+                reason = (
+                    f"its layers.{index}.{name} is a {kind}, and a torch.nn.Linear can be cut, or one with plain LoRA"
+                )
             owner = name.rpartition(".")[0]
             for own, _ in layer.get_submodule(owner).named_parameters(recurse=False):
                 reason = f"its layers.{index}.{owner} has {own!r}, which the plan does not cut"
@@ -115,10 +118,9 @@ def plan_of_slices(model: PreTrainedModel, anatomy: Anatomy, size: int) -> dict[
             style = _style(plan, name)
             if style in (None, SUMMED):
                 continue
-            assert isinstance(module, nn.Linear)
-            owner = layer.get_submodule(name.rpartition(".")[0])
+            owner, linear = layer.get_submodule(name.rpartition(".")[0]), _base_of(module)
             of_columns = style in (COLUMNS, COLUMNS_GATHERED)
-            features = module.out_features if of_columns else module.in_features
+            features = linear.out_features if of_columns else linear.in_features
             unit = int(getattr(owner, "head_dim", 1)) if style in (COLUMNS, ROWS) else 1
             if features % unit:
                 unit = 1
@@ -133,6 +135,23 @@ def plan_of_slices(model: PreTrainedModel, anatomy: Anatomy, size: int) -> dict[
         if isinstance(count, int) and count % size:  # of heads whose widths differ
             raise ValueError(f"{KEY} is {size}: it must divide {key}, which is {count}; choose a divisor.")
     return plan
+
+
+def _base_of(module: nn.Module) -> nn.Linear:
+    """The linear layer itself, or that inside of an adapter."""
+    base = getattr(module, "base_layer", module)
+    assert isinstance(base, nn.Linear)
+    return base
+
+
+def _is_linear(module: Any) -> bool:
+    """Whether a module is a linear layer, or one that PEFT's LoRA stands around as it comes."""
+    if type(module) is nn.Linear:
+        return True
+    is_lora = type(module).__module__ == "peft.tuners.lora.layer" and type(module).__name__ == "Linear"
+    if not is_lora or type(module.base_layer) is not nn.Linear:
+        return False
+    return not (module.lora_variant or any(module.lora_bias.values()) or module.fan_in_fan_out)
 
 
 def _style(plan: Mapping[str, str], name: str) -> str | None:
@@ -176,25 +195,36 @@ def slice_head(head: nn.Module, slicing: Slicing) -> None:
 
 
 def _keep_outputs(module: nn.Module, slicing: Slicing, inputs: _Inputs, *, gathers: bool) -> None:
-    assert isinstance(module, nn.Linear)
-    module.out_features //= slicing.size
-    _keep(module, "weight", 0, slicing)
-    if module.bias is not None:
-        _keep(module, "bias", 0, slicing)
+    base = _base_of(module)
+    for linear in (base, *_adapters(module, "lora_B")):
+        linear.out_features //= slicing.size
+        _keep(linear, "weight", 0, slicing)
+    if base.bias is not None:
+        _keep(base, "bias", 0, slicing)
+    for linear in _adapters(module, "lora_A"):
+        setattr(linear.weight, PARTIAL, True)
     module.register_forward_pre_hook(inputs.enter)
     if gathers:
         module.register_forward_hook(partial(_gather_output, slicing.group))
 
 
 def _keep_inputs(module: nn.Module, slicing: Slicing, *, splits: bool) -> None:
-    assert isinstance(module, nn.Linear)
-    module.in_features //= slicing.size
-    _keep(module, "weight", 1, slicing)
-    if module.bias is not None:
-        module.__class__ = _WithoutBias
+    base = _base_of(module)
+    for linear in (base, *_adapters(module, "lora_A")):
+        linear.in_features //= slicing.size
+        _keep(linear, "weight", 1, slicing)
+    if base.bias is not None:
+        base.__class__ = _WithoutBias
+    for linear in _adapters(module, "lora_B"):
+        setattr(linear.weight, PARTIAL, True)
     if splits:
         module.register_forward_pre_hook(partial(_split_input, slicing.group))
     module.register_forward_hook(partial(_sum_output, slicing.group))
+
+
+def _adapters(module: nn.Module, name: str) -> list[nn.Linear]:
+    """The linear layers that LoRA has under this name beside the one that it stands around."""
+    return [part for part in getattr(module, name, {}).values() if isinstance(part, nn.Linear)]
 
 
 def _keep(module: nn.Module, leaf: str, dim: int, slicing: Slicing) -> None:
@@ -236,7 +266,8 @@ class _Inputs:
 
 def _sum_output(group: dist.ProcessGroup | None, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     summed: Tensor = _Summed.apply(output, group)
-    return summed + module.bias if isinstance(module, _WithoutBias) else summed
+    base = _base_of(module)
+    return summed + base.bias if isinstance(base, _WithoutBias) else summed
 
 
 def _gather_output(group: dist.ProcessGroup | None, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ from .natural_gradient_part import NaturalGradientPart, loss_scale_of
 from .optimizer_setup import check_own_parameters, step_options
 from .pipeline_links import Links
 from .pipeline_measurements import PipelineMeasurements
+from .rank_random import draw_alike
 from .rank_reports import bytes_per_parameter, step_room_bytes
 from .rounding_errors import RoundingErrors
 from .startup import dtype_of
@@ -83,6 +84,14 @@ def make_mirrors(engine: PacelineEngine, model: PipelineModule) -> Mirrors | Non
         num_sharing=engine.shared_experts.groups.size,
         plans=engine.plan.moe is not None,
     )
+
+
+def make_slices_alike(engine: PacelineEngine) -> None:
+    """Have ranks with slices of the same layers draw the same random numbers, and know each other. Collective."""
+    grid, device = engine.grid, torch.device(engine.device)
+    draw_alike(engine.control.gather, engine.global_rank, engine.global_rank - grid.get_slice_parallel_rank(), device)
+    # NCCL's communicator is made now, and not while messages between stages are under way.
+    dist.all_reduce(torch.zeros(1, device=device), group=grid.get_slice_parallel_group())
 
 
 def make_links(engine: PacelineEngine) -> Links:

@@ -53,7 +53,7 @@ from .optimizer_setup import basic_optimizer
 from .pipeline_tuning import pipeline_controller
 from .planning_process import PlanningProcess
 from .programs import Programs
-from .rank_random import OwnRandom, draw_alike
+from .rank_random import OwnRandom
 from .rank_reports import ReportGatherer
 from .rate import check_follows_steps, check_scheduler_object
 from .reach import Reach
@@ -147,8 +147,7 @@ class PacelineEngine(PipelineEngine):
         self.share_micro_batches(self.plan.replica_micro_batches if is_unequal else self._equal_shares)
         device, optimizer = torch.device(self.device), self.optimizer
         if self.plan.tensor_parallel > 1:
-            first = self.global_rank - self.grid.get_slice_parallel_rank()
-            draw_alike(self.control.gather, self.global_rank, first, device)
+            assembly.make_slices_alike(self)
         self.experts = assembly.make_experts(self)
         self.natural_gradient = assembly.make_natural_gradient(self)
         """None: gradients are ordinary ones."""

@@ -153,10 +153,13 @@ def _write_adapters(
     """All files of the adapters, into the draft. PEFT wants one for all stages: rank 0 has it all for a moment."""
     state: dict[str, Tensor] = {}
     rows: dict[str, tuple[Rows, Tensor]] = {}
+    layers = whole_layers(pipeline)
     with control.together(f"collecting the adapters of stage {pipeline.stage_id}"):
-        if pipeline._grid.data_parallel_id == 0:
+        if pipeline._grid.data_parallel_id == 0 and pipeline.slicing.rank == 0:
             for stage in pipeline.own_stages:
-                found = adapter_state(stage.model, adapters)
+                own = stage.model.state_dict()
+                whole = {name: tensor for name, tensor in layers.items() if name in own}
+                found = adapter_state(stage.model, adapters, own | whole if whole else None)
                 state |= {name: tensor.detach().cpu() for name, tensor in found.items()}
             # PEFT writes embedding and head too if they have got rows for new tokens.
             rows = {PREFIX + name: part for name, part in _own_rows(pipeline).items() if PREFIX + name in state}

@@ -524,9 +524,6 @@ class CausalLMPipeline(PipelineModule):
 
     def _check_slicing(self, whole: PreTrainedModel) -> None:
         """Find how layers are sliced; raise ValueError where they cannot be."""
-        if self.adapters is not None:
-            written = f"{KEY} is {self.tensor_parallel}", f"the model has {self.adapters.method} adapters"
-            raise ValueError(exclusion(SLICED, "adapters").message(*written))
         if self.has_experts:
             written = f"{KEY} is {self.tensor_parallel}", f"the {type(whole).__name__} has experts"
             raise ValueError(exclusion(SLICED, EXPERTS).message(*written))
