@@ -34,7 +34,8 @@ def pipeline_island(
 ) -> dict[str, Any]:
     import paceline
 
-    micro_batches = MICRO_BATCHES * stages // int(os.environ["WORLD_SIZE"])
+    slices = changes.get("tensor_parallel", {}).get("autotp_size", 1)
+    micro_batches = MICRO_BATCHES * stages * slices // int(os.environ["WORLD_SIZE"])
     config = config_of(light, stages, averaging, gradient_accumulation_steps=micro_batches, **changes)
     engine, *_ = paceline.initialize(model=model_config(family), config=config)
     replica, replicas = engine.grid.data_parallel_id, engine.dp_world_size
@@ -98,6 +99,29 @@ def test_a_round_is_the_mean_whatever_the_islands_shapes(shapes: Any, changes: d
     (first, last) = found[0][0]["exchanges"][-2:]
     assert first["islands"] == [0, 1] or first["islands"] == [1, 0]
     assert first["weights"] == last["weights"] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("optimizer_state", ["keep", "average"])
+def test_islands_whose_layers_are_in_slices(optimizer_state: str) -> None:
+    """Each rank ends a round with the mean of what its slices were in all islands."""
+    steps, every = 4, 2
+    changes = {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}
+    with lighthouses(1) as (light,):
+        rounds = ROUNDS | {"optimizer_state": optimizer_state}
+        islands = [
+            Island(pipeline_island, ranks, (light, stages, rounds, steps, number, changes, "qwen3"))
+            for number, (stages, ranks) in enumerate([(2, 4), (1, 2)])
+        ]
+        found = run_islands(islands)
+        alone = [
+            run_ranks(pipeline_island, ranks, light, stages, None, every, number, changes, "qwen3")
+            for number, (stages, ranks) in enumerate([(2, 4), (1, 2)])
+        ]
+    for number in range(2):
+        own = [whole(ranks[number::2]) for ranks in alone]
+        for ranks in found:
+            assert_near(whole(ranks[number::2], every - 1), mean_of(own), 1e-6)
+        assert_equal(*(whole(ranks[number::2]) for ranks in found))
 
 
 def test_islands_with_more_and_fewer_steps_end_with_the_same_weights() -> None:

@@ -18,11 +18,12 @@ from ..comm.control import ControlPlane
 from ..config import exclusion
 from ..config.optimizers import class_name
 from ..hf.peft import PREFIX
+from ..hf.sliced_layers import SLICE, SliceOf
 from ..optim.owned_rows import Owned
 from ..optim.sharded import ShardedOptimizer
 from ..optim.zero_partitions import masters_of, num_real
 from ..state.exchange import Held, Move, Transfer, Wanted, carry_out, in_rounds, plan_moves, stretch
-from ..state.named import MASTER, Numberings, is_copy, state_of, tied_weights
+from ..state.named import MASTER, Numberings, is_copy, is_of_first_slice, state_of, tied_weights
 
 STATES = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "FusedAdam", "DeepSpeedCPUAdam"), ("exp_avg", "exp_avg_sq")),
@@ -225,7 +226,7 @@ class PipelineMasters(Masters):
         optimizer, tied = self._optimizer, tied_weights(self._module)
         for position, start, stop in optimizer.rows.shares():
             owned = optimizer.owned[position]
-            if not is_copy(owned.parameter, tied):
+            if not is_copy(owned.parameter, tied) and not is_of_first_slice(self._module, owned.parameter):
                 tensor = self._tensor(owned, kind)
                 tensor = torch.zeros_like(owned.master) if tensor is None else tensor
                 yield from self._rows(owned, start, stop, tensor, self._bias(owned, kind))
@@ -249,9 +250,18 @@ class PipelineMasters(Masters):
     def _rows(self, owned: Owned, start: int, stop: int, tensor: Tensor, bias: float) -> Iterator[Share]:
         """Rows ``start`` to ``stop - 1`` of the parameter, of which ``tensor`` has those that are owned."""
         row = prod(tensor.shape[1:]) if tensor.dim() else 1
-        for first, end, number in Numberings(self._module).of(owned.parameter).runs(start, stop):
+        numbering = Numberings(self._module).of(owned.parameter)
+        # Slices of columns follow one another.
+        before = 0 if numbering.columns is None else numbering.columns[0] * prod(numbering.shape) // numbering.shape[1]
+        for first, end, number in numbering.runs(start, stop):
             rows = tensor[first - owned.start : end - owned.start] if tensor.dim() else tensor
-            yield Share(owned.name, number * row, (number + end - first) * row, rows, bias)
+            yield Share(self._name_of(owned), before + number * row, before + (number + end - first) * row, rows, bias)
+
+    @staticmethod
+    def _name_of(owned: Owned) -> str:
+        """Name under which islands have the same elements in the same order; slices of columns are those of as many."""
+        own: SliceOf | None = getattr(owned.parameter, SLICE, None)
+        return owned.name if own is None or own.dim == 0 else f"{owned.name} (in {own.size} slices)"
 
     def publish(self) -> None:
         self._optimizer.publish()
@@ -259,7 +269,7 @@ class PipelineMasters(Masters):
 
     def states(self, names: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         optimizer, wanted = self._optimizer, set(names)
-        named = {id(owned.master) for owned in optimizer.owned if owned.name in wanted}
+        named = {id(owned.master) for owned in optimizer.owned if self._name_of(owned) in wanted}
         for group in optimizer.param_groups:
             for master in group["params"]:
                 if id(master) in named:

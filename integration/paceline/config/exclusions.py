@@ -441,7 +441,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             (COMPILED, "what passes between slices passes in hooks"),
             ("natural_gradient", "factors of the gradients are those of a whole layer"),
             ("max_change", "changes are limited by whole layers"),
-            ("averaging", "islands average whole parameters"),
         )
     ),
     Exclusion(
