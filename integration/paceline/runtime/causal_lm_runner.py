@@ -9,7 +9,7 @@ Legend: B batch, S sequence, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
@@ -208,9 +208,16 @@ class CausalLMRunner(StageRunner):
         if not self.is_last:
             live.outputs = (out, routing_out, side)
         elif self.inspection is not None:
-            self._inspect(live, number, out, routing_out, side.get(LOGITS))
+            self._inspect(live, number, out, routing_out, self._seen_logits(out, side))
         else:
-            live.outputs = (self._loss(live, number, out, routing_out, side.get(LOGITS)), None, None)
+            live.outputs = (self._loss(live, number, out, routing_out, self._seen_logits(out, side)), None, None)
+
+    def _seen_logits(self, out: Tensor, side: Mapping[str, Tensor]) -> Tensor | None:
+        """Logits for whoever looks at them, where what the stage gives are not those of the whole vocabulary."""
+        if self._stage.slicing is None:
+            return side.get(LOGITS)
+        is_seen = self._wants_logits() if self.inspection is None else self.inspection.see is not None
+        return self._stage.whole_logits(out) if is_seen else None
 
     @property
     def _passes_logits(self) -> bool:
@@ -225,11 +232,11 @@ class CausalLMRunner(StageRunner):
         """The micro-batch's share in the loss of the step, of all replicas together.
 
         Args:
-            wanted: the logits, where ``logits`` are the sums of a head in slices.
+            wanted: the logits, where ``logits`` are the sums of a head in slices, or those of some rows.
         """
         book, losses = self._book, self._losses
         if self._wants_logits():
-            losses.outputs = self._stage.whole_logits(logits) if wanted is None else wanted
+            losses.outputs = logits if wanted is None else wanted
         num_losses = len(book.shapes) * self._num_replicas
         has_tokens = bool(book.shapes[number].tokens)
         # What only fills a short step up has no share in the router loss.
@@ -259,9 +266,7 @@ class CausalLMRunner(StageRunner):
         inspection, labels = self.inspection, live.labels
         assert inspection is not None
         loss = self._whole_loss(number, logits, labels, routing if inspection.whole_loss else None)
-        seen = None
-        if inspection.see is not None:
-            seen = inspection.see(self._stage.whole_logits(logits) if wanted is None else wanted, labels)
+        seen = None if inspection.see is None else inspection.see(logits if wanted is None else wanted, labels)
         # To the host at once: all logits of a step may be more than a GPU has room for.
         inspection.seen.append((loss, tree_map_only(Tensor, Tensor.cpu, seen)))
 
