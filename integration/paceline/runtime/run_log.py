@@ -389,12 +389,13 @@ class RunLog:
             torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
         )
         count = dist.get_world_size() // (ranks_sharing(device) if device.type == "cuda" else 1)
+        num_slices = dist.get_world_size() // (self.plan.stages * self.plan.data_parallel)
         return {
             "model_type": self.pipeline.config.model_type,
             "parameters": self.pipeline.total_parameters,
             "stages": self.plan.stages,
             "data_parallel": self.plan.data_parallel,
-            **({} if self.plan.tensor_parallel == 1 else {"tensor_parallel": self.plan.tensor_parallel}),
+            **({"tensor_parallel": num_slices} if num_slices > 1 else {}),
             "boundaries": self.pipeline.parts,
             "micro_batches": self.plan.micro_batches,
             "micro_batch_size": self.plan.micro_batch_size,
