@@ -121,7 +121,7 @@ def all_ways(case: Case) -> dict[str, dict[str, Any]]:
     return {room: trained(case, room) for room in (LATE, SOME, ALL)}
 
 
-EXPERTS = "experts on two ranks"
+EXPERTS, SLICES = "experts on two ranks", "layers in slices on two ranks"
 SPREAD = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
 DROPOUT = {"resid_pdrop": 0.2, "attn_pdrop": 0.2, "embd_pdrop": 0.2}
 CASES = {
@@ -144,13 +144,14 @@ CASES = {
     "one stage": Case(stages=1, replicas=2, options={"zero_optimization": {"stage": 1}}),
     "without a flush": Case("one_direction", is_early=False),
     EXPERTS: Case(replicas=2, family="mixtral", options={"expert_parallel": SPREAD}, data="padded", is_early=False),
+    SLICES: Case(replicas=2, options={"tensor_parallel": {"autotp_size": 2}}, is_early=False),
 }
 WAYS = OneAfterAnother(all_ways, {name: on(case.stages * case.replicas, case) for name, case in CASES.items()})
 
 
-@pytest.mark.parametrize("name", ["1f1b, ZeRO 1, two replicas", "one stage", EXPERTS])
+@pytest.mark.parametrize("name", ["1f1b, ZeRO 1, two replicas", "one stage", EXPERTS, SLICES])
 def test_what_has_room_is_not_computed_again(name: str) -> None:
-    """Ranks that share experts keep all or nothing, since their layers are collective."""
+    """Ranks that share experts, or layers, keep all or nothing, since their layers are collective."""
     count = MICRO_BATCHES // 2
     for ways in WAYS[name]:
         assert Counter(ways[LATE]["forwards"]) == dict.fromkeys(range(STEPS), 2 * count)
@@ -159,7 +160,7 @@ def test_what_has_room_is_not_computed_again(name: str) -> None:
     for step in range(1, STEPS):
         again = sum(of_rank[step] for of_rank in some) - count * len(some)
         assert 0 < again <= count * len(some)
-        assert name != EXPERTS or [of_rank[step] for of_rank in some] == [2 * count] * 2 + [count] * 2
+        assert name not in (EXPERTS, SLICES) or [of_rank[step] for of_rank in some] == [2 * count] * 2 + [count] * 2
 
 
 def off_on_one_rank(case: Case) -> dict[str, Any]:
@@ -170,10 +171,11 @@ def off_on_one_rank(case: Case) -> dict[str, Any]:
         return trained(case, ALL)
 
 
-def test_a_rank_that_keeps_nothing_is_heard_by_those_that_share_its_experts() -> None:
-    case = replace(CASES[EXPERTS], stages=1)
+@pytest.mark.parametrize("name", [EXPERTS, SLICES])
+def test_a_rank_that_keeps_nothing_is_heard_by_those_that_share_its_layers(name: str) -> None:
+    case = replace(CASES[name], stages=1)
     for found in run_ranks(off_on_one_rank, 2, case):
-        assert Counter(found["forwards"]) == dict.fromkeys(range(STEPS), MICRO_BATCHES)
+        assert Counter(found["forwards"]) == dict.fromkeys(range(STEPS), MICRO_BATCHES), "each of half of them twice"
 
 
 def rooms(case: Case) -> tuple[float, float, int]:

@@ -178,11 +178,11 @@ def make_early_room(engine: PacelineEngine) -> EarlyRoom | None:
     schedule, device = engine.plan.schedule, torch.device(engine.device)
     if not isinstance(engine.module, CausalLMPipeline) or schedule.is_asynchronous:
         return None
-    if engine.module.tensor_parallel > 1:
-        return None  # ranks with slices of a layer compute it again together, and rooms differ
     groups, is_off = engine.module.expert_groups, not keeps_what_has_room(schedule)
+    if engine.module.tensor_parallel > 1:
+        groups = engine.module.slice_groups
     if is_off and groups.size == 1:
-        return None  # of ranks that share experts each is asked: launchers may bring the variable to some only
+        return None  # of ranks that compute layers together each is asked, as launchers bring variables to some only
     whole = engine.plan.partition_choice.memory_bytes
 
     def room() -> float:

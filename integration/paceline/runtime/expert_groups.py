@@ -58,8 +58,18 @@ class ExpertGroups:
             _own_of(sharing, rank, gloo_group),
         )
 
+    @classmethod
+    def of_slices(cls, model_groups: Sequence[Sequence[int]], rank: int) -> ExpertGroups:
+        """Of ranks with slices of the same layers, which need only agree. Collective over all ranks.
+
+        Args:
+            model_groups: ranks with slices of the same layers, of each stage and replica.
+        """
+        groups = [list(ranks) for ranks in model_groups]
+        return cls(len(groups[0]), control=_own_of(groups, rank, gloo_group))
+
     def agree(self, wants: bool) -> bool:
-        """Whether all ranks that share the experts want something. Collective among them."""
+        """Whether all ranks that compute layers together want something. Collective among them."""
         found = torch.tensor([wants], dtype=torch.int32)
         if self.control is not None:
             dist.all_reduce(found, dist.ReduceOp.MIN, group=self.control)

@@ -402,6 +402,9 @@ class CausalLMPipeline(PipelineModule):
             )
         data_groups = self._grid._topo.get_axis_comm_lists("data")
         self.expert_groups = ExpertGroups.create(data_groups, expert_parallel, self.global_rank)
+        self.slice_groups = ExpertGroups()
+        if tensor_parallel > 1:
+            self.slice_groups = ExpertGroups.of_slices(self._grid._topo.get_axis_comm_lists("model"), self.global_rank)
         if gradient_checkpointing:
             self.enable_gradient_checkpointing()
         for model in self.models if self.recomputed else ():
