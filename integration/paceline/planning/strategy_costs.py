@@ -157,15 +157,15 @@ def with_again(
 ) -> Costs:
     """Costs of pipelines that keep what has room, and compute the rest again while they wait for a gradient.
 
-    With tensor parallelism nothing changes.
+    Without a pipeline, tensor parallelism is DeepSpeed's own engine's, and nothing changes.
 
     Args:
         rooms: bytes of each device for what is alive.
         stages: of each device.
     """
-    if not workload.recomputed or strategy.tensor > 1:
+    if not workload.recomputed or strategy.tensor > 1 == strategy.pipeline:
         return costs
-    is_collective = strategy.expert > 1
+    is_collective = strategy.expert > 1 or strategy.tensor > 1
     again = again_of(
         share.items,
         [time.dense[0] + time.experts[0] for time in times],
