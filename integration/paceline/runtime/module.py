@@ -284,9 +284,9 @@ class CausalLMPipeline(PipelineModule):
             direction with a stage a device. There are at most as many stages as decoder layers, or halves of them.
         expert_parallel: ranks of a stage that share its experts; divides the number of replicas, and is at most that of
             experts. A rank has read, or drawn, its whole stage before it keeps its share of them.
-        tensor_parallel: ranks of a stage that have slices of its layers, one of each layer; divides the ranks of a
-            stage, and the heads and widths of the layers. Embedding and head are whole on each. A rank has read, or
-            drawn, its whole stage before it keeps its slices.
+        tensor_parallel: ranks of a stage that have slices of its layers, one of each layer, and of a head that is not
+            tied to the embedding, which is whole on each; divides the ranks of a stage, and the heads and widths of the
+            layers. A rank has read, or drawn, its whole stage before it keeps its slices.
         timeout: how long a rank waits for the others' small messages; default that of torch.distributed.
         from_pretrained: passed to transformers (``revision``, ``token``, ``cache_dir``, ``attn_implementation``, …).
 
