@@ -430,7 +430,8 @@ def test_a_killed_job_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     for code, errors in run_ranks(finetune, 2, job(whole)):
         assert code == 0, errors
     told = json.loads((whole / "summary.json").read_text())["ranks"]
-    assert all(rank["communication_s"] > 0 for rank in told)
+    assert all(rank["compute_s"] > 0 for rank in told)
+    assert sum(rank["communication_s"] + rank["idle_s"] for rank in told) > 0, "the second waits for its first input"
     for rank in told:
         assert rank["holds"].count(" M parameters)") == 2
         assert "embedding" in rank["holds"]
