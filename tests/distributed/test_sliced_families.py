@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 
 ROUNDING = 2e-4
-"""Of gradients, by the largest of their tensor. Linear attention makes more of what is rounded than others."""
+"""Largest difference of gradients, by the largest of their tensor. Linear attention adds to what is rounded."""
 
 
 def differences() -> dict[str, Any]:

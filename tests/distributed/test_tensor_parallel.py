@@ -226,7 +226,7 @@ def test_a_checkpoint_loads_into_other_slices(way: str, tmp_path: Path) -> None:
 
 
 def test_exports_are_whole(tmp_path: Path) -> None:
-    """Of the engine, and of a checkpoint by one process."""
+    """Both that of the engine, and that of a checkpoint by one process."""
     run_ranks(saved, 4, str(tmp_path), 2, 2)
     export_checkpoint(tmp_path / "saved", tmp_path / "by one process")
     checkpoint = Checkpoint.open(tmp_path / "saved")

@@ -88,7 +88,8 @@ EFFECTS: dict[str, Effect] = {
     **_warned(
         "layers are sliced as transformers' plan for the model says",
         *("tensor_parallel.partition_config", "tensor_parallel.preset_model", "tensor_parallel.injection_policy_tuple"),
-        *("tensor_parallel.tensor_parallel", "tensor_parallel.tp_overlap_comm"),
+        *("tensor_parallel.tensor_parallel", "tensor_parallel.tp_overlap_comm", "tensor_parallel.keep_module_on_host"),
+        *("tensor_parallel.replace_with_kernel_inject", "tensor_parallel.vocab_parallel_lm_head"),
     ),
     # ZeRO.
     **_honoured("zero_optimization", "zero_optimization.stage", "zero_optimization.reduce_bucket_size"),

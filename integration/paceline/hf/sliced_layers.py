@@ -38,8 +38,8 @@ COLUMNS, COLUMNS_GATHERED = "colwise", "colwise_gather_output"
 ROWS, ROWS_OF_WHOLE = "rowwise", "rowwise_split_input"
 SUMMED = "replicated_with_grad_allreduce"
 STYLES = (COLUMNS, COLUMNS_GATHERED, ROWS, ROWS_OF_WHOLE, SUMMED)
-"""Of transformers' styles those that are known here. Of the first two a rank has some outputs, of the next two some
-inputs of a linear layer; the last is a module that is whole on every rank, and sees some heads only."""
+"""Styles of transformers' that are known here. With the first two a rank has some outputs of a linear layer, with the
+next two some inputs; the last is a module that is whole on every rank, and sees some heads only."""
 
 SLICE = "paceline_slice"
 """Mark on a parameter of which this rank has a slice: which one (:class:`SliceOf`)."""
@@ -70,12 +70,8 @@ class Slicing(NamedTuple):
     group: dist.ProcessGroup | None = None
 
 
-def plan_of(model: PreTrainedModel, anatomy: Anatomy) -> dict[str, str]:
-    """How the modules of a decoder layer are cut: styles by patterns of names within the layer.
-
-    Raises:
-        UnsupportedModelError: transformers has no plan for the model, or one with more than linear layers.
-    """
+def _plan_of(model: PreTrainedModel, anatomy: Anatomy) -> dict[str, str]:
+    """As :func:`plan_of_slices`, for any size."""
     config = model.config.get_text_config()
     start = f"{anatomy.layers}.*."
     written: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
@@ -107,12 +103,16 @@ def plan_of(model: PreTrainedModel, anatomy: Anatomy) -> dict[str, str]:
 
 
 def plan_of_slices(model: PreTrainedModel, anatomy: Anatomy, size: int) -> dict[str, str]:
-    """:func:`plan_of` a model whose linear layers can be cut into ``size`` equal slices of whole heads.
+    """How the modules of a decoder layer are cut into ``size`` equal slices of whole heads.
+
+    Returns:
+        Styles by patterns of names within the layer.
 
     Raises:
-        ValueError: they cannot.
+        UnsupportedModelError: transformers has no plan for the model, or one with more than linear layers.
+        ValueError: the size does not fit.
     """
-    plan = plan_of(model, anatomy)
+    plan = _plan_of(model, anatomy)
     for layer in anatomy.layers_of(model):
         for name, module in layer.named_modules():
             style = _style(plan, name)

@@ -1,4 +1,4 @@
-"""Groups of the ranks that share the experts of a stage, and of those that hold the same ones.
+"""Groups of the ranks that share the experts of a stage, or its layers, and of those that hold the same ones.
 
 Of the D data-parallel ranks of a stage, ``size`` consecutive ones share the experts; the ranks at the same place of
 these runs hold the same. DeepSpeed orders them so too.
@@ -60,7 +60,7 @@ class ExpertGroups:
 
     @classmethod
     def of_slices(cls, model_groups: Sequence[Sequence[int]], rank: int) -> ExpertGroups:
-        """Of ranks with slices of the same layers, which need only agree. Collective over all ranks.
+        """Groups of ranks with slices of the same layers, which need only agree. Collective over all ranks.
 
         Args:
             model_groups: ranks with slices of the same layers, of each stage and replica.

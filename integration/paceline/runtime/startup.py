@@ -429,7 +429,7 @@ def dtype_of(ds_config: Mapping[str, object]) -> torch.dtype:
 
 
 def parameters_of_rank(model: PreTrainedModel, ds_config: Mapping[str, object]) -> int:
-    """Of a model in one stage: all, but of experts one rank's share, and of layers in slices about one slice."""
+    """Parameters of a model in one stage: of experts one rank's share, of layers in slices about one slice."""
     whole = int(sum(p.numel() for p in model.parameters()))
     section = value_at(ds_config, EXPERT_PARALLEL)
     size = section.get("autoep_size", 1) if isinstance(section, Mapping) and section.get("enabled") else 1
